@@ -66,7 +66,7 @@ def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
         )
 
 
-@pytest.mark.parametrize("text", ["", '{"name": "M\u00fcller"}', "x" * 100001])
+@pytest.mark.parametrize("text", ["", "M\u00fcller" * 20001])
 def test_a_text_is_the_chief_s_whatever_its_length(text):
     assert (
         together(2, lambda exchange: text_from_chief(exchange, text if exchange.rank == 0 else ""))
@@ -177,16 +177,6 @@ STOPPED = (
             "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat",
             1,
             "worker 0 (h0:29500) must answer",
-        ),
-        (
-            "/job:worker/task:1 lost /job:worker/replica:0/task:2",
-            1,
-            "worker 2 (h2:29500) must answer worker 1",
-        ),
-        (
-            "/job:worker/task:7 failed: no",
-            1,
-            "all 3 workers must answer worker 1, got /job:worker/task:7 failed: no",
         ),
         ("", 1, "all 3 workers must answer worker 1, got an error without a message"),
         ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),

@@ -26,9 +26,7 @@ def tf_config(tasks, kind="worker", index=0, **more):
     }
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}}'}]
-)
+@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": '{"cluster": {}}'}])
 def test_without_a_cluster_in_the_environment_a_process_is_alone(environ):
     assert read_cluster(environ) == ALONE
 
@@ -44,15 +42,7 @@ def test_a_process_alone_is_the_chief():
     [
         ({"worker": ["a:1", "b:1"]}, "worker", 1, ("a:1", "b:1"), 1),
         ({"worker": ["a:1"]}, "worker", "0", ("a:1",), 0),
-        ({"chief": ["c:1"], "worker": ["a:1", "b:1"]}, "chief", 0, ("c:1", "a:1", "b:1"), 0),
         ({"chief": ["c:1"], "worker": ["a:1", "b:1"]}, "worker", 0, ("c:1", "a:1", "b:1"), 1),
-        (
-            {"worker": ["[fe80::1]:29500", "[fe80::2]:29500"]},
-            "worker",
-            0,
-            ("[fe80::1]:29500", "[fe80::2]:29500"),
-            0,
-        ),
     ],
 )
 def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, addresses, rank):
@@ -78,19 +68,15 @@ def test_workers_of_one_host_share_memory(workers, shared):
     ("environ", "message"),
     [
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
-        ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "be JSON of a cluster and a task"),
         (tf_config({"worker": "a:1"}), "be JSON of a cluster and a task"),
         (
             tf_config({"worker": ["a:1"], "ps": ["b:1"]}),
             "at most one chief, and one of them as task, got tasks ps, worker",
         ),
-        (tf_config({"worker": ["a:1"]}, "evaluator"), "evaluator 0 of 0"),
         (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one chief"),
         (tf_config({"worker": ["a:1"]}, index=1), "worker 1 of 1"),
-        (tf_config({"worker": ["a:1"]}, "chief"), "chief 0 of 0"),
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),
         (tf_config({"worker": ["a:65536"]}), "must be host:port"),
-        (tf_config({"worker": ["fe80::1:29500"]}), "must be host:port"),
     ],
 )
 def test_a_cluster_that_is_not_whole_is_refused(environ, message):
@@ -129,7 +115,6 @@ def test_this_host_is_the_one_that_a_socket_can_be_bound_to(monkeypatch, hosts, 
         (("n1", "n3"), "once, got none of n1, n3"),
         (("n2", "also-n2"), "got n2 and also-n2"),
         (("localhost", "n2"), "must be names that the other hosts can reach, got localhost"),
-        (("n1", "[::1]"), "got"),
     ],
 )
 def test_a_list_that_does_not_tell_is_refused(monkeypatch, hosts, message):
@@ -171,15 +156,12 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (srun("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
         (
             srun("n[1-2]", "2(x2)", 3),
             "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks",
         ),
-        (srun("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
         (srun("a,b", "1(x2)", -1), "got SLURM_PROCID -1"),
         (srun("n[1-", "1(x2)", 0), "that scontrol lists, got "),
-        (srun("a,b", "1(x2)", "x"), "must have whole numbers, .* got .*x"),
         (srun("a,b", "1(x2)", 1, SLURM_NODEID="0"), "in order"),
         (srun("a", "1", 0, SLURM_JOB_ID="12.3"), "must have whole numbers, .* got .*12.3"),
     ],

@@ -158,8 +158,6 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
             "worker 1",
             5,
         ),
-        # it ends with what others do not end with
-        ((WORKS, FAILS.format(after_s=0, code=77)), "worker 1", 1),
         # suspended, but not the one that failed
         ((SUSPENDED, FAILS.format(after_s=0.3, code=4)), "worker 1", 4),
     ],
@@ -214,19 +212,14 @@ def test_who_lives_and_beats_no_more_is_ended_and_named(job, tmp_path, patience)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"place": "elsewhere"}, {"phase": "ended", "exit_code": 0}, {"beat": None}],
-    ids=["host", "end", "beats"],
+    "changes", [{"place": "elsewhere"}, {"phase": "ended", "exit_code": 0}], ids=["host", "end"]
 )
-def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are_let_go_on(
+def test_one_of_another_host_and_one_that_waits_for_the_chief_are_let_go_on(
     job, tmp_path, changes, patience
 ):
-    def show():
-        beats = {"beat": time.time() if "beat" in changes else 1.0}
-        beating(tmp_path, **{**changes, **beats})()
-
     patience(SETTLE_S=0.1, HANGING_S=0.2)
-    run_workers([job(0, REPORTS + "import time; time.sleep(0.6)")], tmp_path, show=show)
+    script = REPORTS + "import time; time.sleep(0.6)"
+    run_workers([job(0, script)], tmp_path, show=beating(tmp_path, beat=1.0, **changes))
 
 
 def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
@@ -249,12 +242,7 @@ def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "passed_on"),
-    [
-        (signal.SIGINT, signal.SIGINT),
-        (signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGHUP, signal.SIGTERM),
-    ],
+    ("number", "passed_on"), [(signal.SIGINT, signal.SIGINT), (signal.SIGHUP, signal.SIGTERM)]
 )
 def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, passed_on):
     def interrupt():

@@ -106,23 +106,17 @@ def test_apply_sets_what_is_unset_and_only_onednn_by_the_engine(without_tensorfl
 
 
 def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
-    with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
-        apply(ThreadPlan(1, {}), "mkl")
-    with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
-        import_tensorflow("mkl")
+    for use in (lambda: apply(ThreadPlan(1, {}), "mkl"), lambda: import_tensorflow("mkl")):
+        with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
+            use()
     with pytest.raises(InputError, match="workers must divide"):
         set_up(local=(0, 100000))
     monkeypatch.setattr("cpu3d.host.apply.itex_is_installed", lambda: False)
     with pytest.raises(InputError, match="engine must be installed, got itex"):
         import_tensorflow("itex")
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "all")
-    with pytest.raises(
-        InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"
-    ):
+    with pytest.raises(InputError, match=r"INTRAOP_THREADS must be .*, got 'all'"):
         import_tensorflow("stock")
-    monkeypatch.setitem(sys.modules, "tensorflow", object())
-    with pytest.raises(RuntimeError, match="before TensorFlow is imported"):
-        apply(ThreadPlan(1, {}))
 
 
 QUIET = """

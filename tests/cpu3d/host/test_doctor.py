@@ -183,10 +183,10 @@ def test_an_instruction_set_that_is_none_is_refused_before_anything_is_computed(
 
 
 def test_memory_and_threads_are_those_of_each_worker():
-    host = SMALL
-    host = dataclasses.replace(host, host=dataclasses.replace(host.host, available_bytes=12 * GIB))
-    assert checks_of(host)["free memory"].state == "ok"
-    check = checks_of(host, workers=2)["free memory"]
+    host = dataclasses.replace(SMALL.host, available_bytes=12 * GIB)
+    topology = dataclasses.replace(SMALL, host=host)
+    assert checks_of(topology)["free memory"].state == "ok"
+    check = checks_of(topology, workers=2)["free memory"]
     assert (check.state, "6.00 GiB" in check.result) == ("warn", True)
     check = checks_of(masked(XEON, *range(7)), workers=2)["workers"]
     assert (check.state, "3 to 4" in check.result) == ("warn", True)

@@ -35,22 +35,15 @@ A100 = Gpu(1, "NVIDIA A100-SXM4-40GB", 40960 * MIB, 40000 * MIB, (8, 0))
 def test_every_line_is_a_card_and_unknown_figures_are_none():
     assert parse_gpus(TWO) == (V100, A100)
     assert [gpu.device for gpu in parse_gpus(TWO)] == ["gpu:0", "gpu:1"]
-    unified = "0, NVIDIA GB10, [N/A], [N/A], 12.1, GPU-cccc, [N/A]\n"
     old = "0, Quadro, 2048, [Insufficient Permissions], [N/A], GPU-dddd, [N/A]\n"
     split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
-    assert parse_gpus(unified) == (Gpu(0, "NVIDIA GB10", None, None, (12, 1)),)
     assert parse_gpus(old) == (Gpu(0, "Quadro", 2048 * MIB, None, (0, 0)),)
     assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB", None, None, (8, 0)),)
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "No devices were found\n",
-        'Field "compute_cap" is not a valid field to query.\n',
-        "\n0, A100\n",
-    ],
+    ["", "No devices were found\n", "\n0, A100\n"],
 )
 def test_an_answer_without_cards_has_none(text):
     assert parse_gpus(text) == ()
@@ -99,15 +92,6 @@ def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp
     assert asked.read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    "script", ["sys.stdout.buffer.write(bytes([0xff, 0xfe, 0xff])); sys.exit(9)", "time.sleep(30)"]
-)
-def test_a_driver_that_fails_or_does_not_answer_is_none(script, driver, monkeypatch):
-    monkeypatch.setattr(gpu, "TIMEOUT_S", 0.3)
-    driver(script)
-    assert pick_device(None, "patch", HostGpus()) == "cpu"
-
-
 # --- The choice ---
 
 
@@ -138,11 +122,7 @@ def test_a_card_is_taken_for_patches_where_there_is_one(
     ("asked", "gpus", "message"),
     [
         ("gpu:0", (), "device must be a GPU .* none, got gpu:0.*--device cpu"),
-        (
-            "gpu:2",
-            (V100,),
-            "device must be .* gpu:0 .Tesla V100-SXM2-16GB., got gpu:2.*--device gpu:0",
-        ),
+        ("gpu:2", (V100,), "device must be .*, got gpu:2.*--device gpu:0"),
         ("cuda", (V100,), "device must be cpu.*, got 'cuda'"),
     ],
 )
@@ -158,14 +138,14 @@ class FakeTensorFlow:
     """Its devices can be chosen until it computes, as in TensorFlow."""
 
     __version__ = "9.9.9"
+    is_built_with_cuda = bool
 
-    def __init__(self, cards=(), with_cuda=True):
+    def __init__(self, cards=()):
         self.cards = list(cards)
         self.visible = list(cards)
         self.growing = set()
         self.computes = False
         self.config = self.experimental = self.test = self
-        self.is_built_with_cuda = lambda: with_cuda
 
     def list_physical_devices(self, kind):
         assert kind == "GPU"
@@ -198,16 +178,8 @@ def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, gr
         RuntimeError, match=f"device {other} must be chosen before TensorFlow computes"
     ):
         use_device(tf, other)
-
-
-@pytest.mark.parametrize(
-    ("cards", "with_cuda", "message"),
-    [("", False, "9.9.9, built without CUDA, and 0 seen"), ("a", True, "1 seen")],
-)
-def test_a_card_that_tensorflow_does_not_see_is_an_error(cards, with_cuda, message):
-    with pytest.raises(InputError, match="device must be a GPU that TensorFlow sees") as raised:
-        use_device(FakeTensorFlow(cards, with_cuda), "gpu:1")
-    assert message in str(raised.value)
+    with pytest.raises(InputError, match="a GPU that TensorFlow sees, got gpu:7"):
+        use_device(FakeTensorFlow("ab"), "gpu:7")
 
 
 # --- Memory that runs out ---

@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import pickle
 import stat
@@ -28,6 +27,9 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new and longer"
     assert os.listdir(tmp_path) == ["a.bin"]
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"b": float("nan")})
+    assert path.read_bytes() == b"new and longer"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -109,15 +111,12 @@ def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path):
     file.write_text("")
     with pytest.raises(InputError, match=f"--out {file} must be a folder to write to, got a file"):
         writable_folder(file, "--out")
-    with pytest.raises(InputError, match="got Not a directory"):
-        writable_folder(file / "below", "--out")
 
 
 @pytest.mark.parametrize(
     ("code", "kind", "problem"),
     [
         (errno.EACCES, InputError, "got Permission denied; choose another, or change its perm"),
-        (errno.ENOENT, InputError, "got a place where no file can be made; choose another$"),
         (errno.ENOSPC, NoRoomError, "must fit on its disk, got No space .*; free space there"),
     ],
 )
@@ -130,10 +129,3 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_what_to_do(
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     with pytest.raises(kind, match=problem):
         writable_folder(tmp_path, "--out")
-
-
-def test_json_is_written_whole_and_never_with_nan(tmp_path):
-    write_json(tmp_path / "a.json", {"b": [1, 2.5]})
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_json(tmp_path / "a.json", {"b": float("nan")})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"b": [1, 2.5]}

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.util.child import KILLED, run_jobs, worker_count
+from cpu3d.util.child import KILLED, run_jobs
 
 DIE = "__import__('os')._exit(9)"
 SLEEP = "__import__('time').sleep(60)"
@@ -22,12 +22,6 @@ from cpu3d.util.child import run_jobs
 for _ in run_jobs(eval, sys.argv[1:], 2):
     pass
 """
-
-
-def test_one_worker_is_this_process():
-    assert (
-        dict(run_jobs(eval, ["1 + 1", "__import__('os').getpid()"], 1)).popitem()[1] == os.getpid()
-    )
 
 
 def test_jobs_whose_process_dies_are_tried_again_alone_and_the_others_are_done(tmp_path):
@@ -91,12 +85,8 @@ def test_workers_end_with_their_parent(tmp_path, number):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_without_a_number_there_is_a_worker_for_each_core():
-    assert (worker_count(3), worker_count(None)) == (3, len(os.sched_getaffinity(0)))
-
-
 @pytest.mark.parametrize(
-    "command", ["phantom --out x", "prepare --dataset x --store x", "store verify x"]
+    "command", ["phantom --out x", "prepare --dataset x --store x", "store verify --store x"]
 )
 def test_the_number_of_workers_is_checked(command, capsys):
     assert main([*command.split(), "--workers", "0"]) == 2

@@ -65,7 +65,7 @@ def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair,
             assert not set(lacking) <= set(read_host().isa)
 
 
-@pytest.mark.parametrize("name", ["avx-512", "AVX2", "amx ", "none"])
+@pytest.mark.parametrize("name", ["avx-512", "AVX2"])
 def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch, name):
     monkeypatch.setenv(VARIABLE, name)
     with pytest.raises(InstructionSetError, match=rf"{VARIABLE} must .*, got '{name}'") as caught:
@@ -117,11 +117,6 @@ def run_script(script, *words):
     environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
     command = [sys.executable, "-c", script, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_a_host_that_cannot_run_them_is_named(pair, monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert "aarch64" in own_operations().why
 
 
 def test_it_is_asked_without_tensorflow_and_numpy(pair):
