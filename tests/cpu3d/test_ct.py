@@ -116,7 +116,6 @@ WHOLE = {"whole": (1, 2), "Anterior": (1,)}
     [
         (("liver", "lesion"), NESTED, (), 1),
         (("liver", "lesion"), NESTED, (), 2),
-        (("liver", "lesion"), NESTED, ("liver",), 1),
         (("liver", "lesion"), NESTED, ("lesion",), 1),
         (("Anterior", "Posterior"), WHOLE, (), 1),
         (("lesion", "liver"), {"lesion": (1, 2), "liver": (2,)}, (), 1),

@@ -19,7 +19,6 @@ from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import read_scores, scores_path, summarise
-from cpu3d.run.config_json import load_config, save_config
 from cpu3d.util import atomic
 from tests.cpu3d.conftest import LABELS, make_store
 from tests.cpu3d.runs import run_command
@@ -103,22 +102,6 @@ def test_voxels_that_are_not_annotated_count_in_no_score_and_are_predicted(
         written = read_volume(path)[0]
         assert np.count_nonzero(np.isin(written, (2, 3))) == 27
         assert 9 not in written
-
-
-@pytest.mark.parametrize(
-    ("spacing_mm", "said"), [((1.0, 1.0, 2.0), False), ((1.0, 1.0, 1.0), True), (None, False)]
-)
-def test_cases_with_other_voxels_than_the_trainings_are_named(
-    tiny_run, trained, capsys, spacing_mm, said
-):
-    save_config(dataclasses.replace(load_config(tiny_run), spacing_mm=spacing_mm), tiny_run)
-    assert run_command(evaluate, "--run", tiny_run) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
-    assert len(lines) == said
-    assert all(
-        "e and f: voxels of 1 x 1 x 2 mm, but the run was trained on 1 x 1 x 1 mm" in line
-        for line in lines
-    )
 
 
 def test_scores_on_a_sheared_grid_are_in_true_mm(tmp_path, tiny_run, fake_predictor):

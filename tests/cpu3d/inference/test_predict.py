@@ -657,21 +657,3 @@ def test_an_image_without_orientation_is_named_and_one_other_than_the_trainings(
     headers = [nibabel.load(file).header for file in (before, after)]
     assert all(np.array_equal(headers[0][name][:4], headers[1][name][:4]) for name in fields[2:])
     assert all(headers[0][name] == headers[1][name] for name in fields[:2])
-
-
-def test_another_background_is_named_and_residue_is_background(call, files, tmp_path, capsys):
-    image = nibabel.load(files.images[0])
-    voxels = np.asarray(image.dataobj).astype(np.float32)
-    rng = np.random.default_rng(0)
-    residue = np.where(voxels == 0, rng.normal(0, 1e-7, voxels.shape), voxels)
-    for name, array in (("residue", residue), ("other", np.where(voxels == 0, -1, voxels))):
-        path = tmp_path / f"b/{name}.nii.gz"
-        path.parent.mkdir(exist_ok=True)
-        nibabel.save(nibabel.Nifti1Image(array.astype(np.float32), image.affine), path)
-        assert call("--image", path, "--out", tmp_path / "out") == 0
-    err = capsys.readouterr().err
-    assert f"{CHANNELS[0]} and {CHANNELS[1]} is about -1" in err
-    assert "note: residue" not in err
-    np.testing.assert_array_equal(
-        read_volume(tmp_path / "out/residue.nii.gz")[0], read_volume(files.label)[0]
-    )

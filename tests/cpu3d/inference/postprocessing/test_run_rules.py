@@ -12,7 +12,6 @@ from cpu3d.data.manifest import remake
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
-from cpu3d.host.free_memory import Room, Sample
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.postprocessing import run_rules as postprocessing
 from cpu3d.inference.postprocessing.evidence import Means
@@ -31,7 +30,6 @@ from cpu3d.inference.scores_file import scores_path
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.rules import has_rules
-from cpu3d.training import pulse
 from cpu3d.training.pulse import Pulse
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
@@ -168,16 +166,6 @@ def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_w
     last = read_heartbeats(run)[0]
     assert last.exit_code == 130
     assert "same command" in last.reason
-
-
-def test_where_memory_is_low_the_decision_is_made_and_nothing_is_stopped(run, monkeypatch, capsys):
-    none_free = Sample({"this machine": Room(0, 2**34)}, own_bytes=2**30)
-    monkeypatch.setattr(pulse, "take_sample", lambda: none_free)
-    after_training(run, load_config(run).store)
-    assert "saving" not in capsys.readouterr().err
-    last = read_heartbeats(run)[0]
-    assert (last.exit_code, last.stop, last.free_bytes) == (0, "", 0)
-    assert (run / FILE).exists()
 
 
 def test_a_run_is_decided_while_it_has_these_weights_and_else_if_its_store_is_there(run):
