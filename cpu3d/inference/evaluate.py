@@ -106,7 +106,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if not store.manifest.split[split]:
         raise InputError(_no_cases(store, split, together))
     held_out = _held_out(store, folds, split)
-    decided = _decided(together, split, bool(held_out), raw=chosen.raw)
+    rules = _rules_for(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
     check_folder(path.parent, "evaluation")
     _check_replaceable(path, out, together)
@@ -119,11 +119,11 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         predictor = predictors[0]
         for of_run, fold in zip(about["runs"], folds):
             of_run["held_out"] = held_out[fold]
-        for fold, answers in zip(folds, zip(predictors, decided)):
+        for fold, answers in zip(folds, zip(predictors, rules)):
             answers_of.update(dict.fromkeys(held_out[fold], answers))
     else:
         predictor = Ensemble(predictors)
-    _say_first(store, split, together, decided)
+    _say_first(store, split, together, rules)
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
@@ -133,7 +133,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             weights=together.weights,
             tolerance_mm=options.tolerance,
             about=about,
-            postprocessing=decided[0],
+            postprocessing=rules[0],
             held_out=answers_of,
             evidence=options.evidence,
         )
@@ -146,12 +146,12 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
 
 
 def _say_first(
-    store: Store, split: str, together: RunSet, decided: Sequence[PostProcessing]
+    store: Store, split: str, together: RunSet, rules: Sequence[PostProcessing]
 ) -> None:
     """What the scores are of, and what is unusual about their cases."""
     if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
-    for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
+    for words in dict.fromkeys(postprocessing.words for postprocessing in rules):
         say(f"post-processing: {words}")
     say(*note_lines(_notes(store, split, together.configs)))
 
@@ -310,7 +310,7 @@ def _is_out_of_fold(together: RunSet, split: str) -> bool:
     return split == "val" and all(config.fold for config in configs) and not is_chosen
 
 
-def _decided(
+def _rules_for(
     together: RunSet,
     split: str,
     crossed: bool,
