@@ -145,9 +145,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     return 0
 
 
-def _say_first(
-    store: Store, split: str, together: RunSet, rules: Sequence[PostProcessing]
-) -> None:
+def _say_first(store: Store, split: str, together: RunSet, rules: Sequence[PostProcessing]) -> None:
     """What the scores are of, and what is unusual about their cases."""
     if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
