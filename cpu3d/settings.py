@@ -44,16 +44,16 @@ from models.weights import FREEZE
 
 COARSE_SHARE = fractions.Fraction(5, 6)
 """The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full
-step's voxels if all axes are halved (docs/log.md)."""
+step's voxels if all axes are halved (records/log.md)."""
 
 FULL_RATE_SHARE = 0.3
 """The peak of the learning rate of the full steps after coarse ones, as a share of the coarse
 steps' peak. By the whole of it the full steps would forget what the coarse ones have learnt
-(docs/log.md)."""
+(records/log.md)."""
 
 WARMUP_STEPS = 10
 """First steps, over which the learning rate rises linearly; of a short run a twentieth (of 72 steps
-3 were better than 5, docs/log.md)."""
+3 were better than 5, records/log.md)."""
 
 VALIDATIONS = 20
 """Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An

@@ -5,6 +5,7 @@ On its own a page's links work in the repository, `../records/compare.jsonl`; th
 files under `project/`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,10 +20,13 @@ sys.path.insert(0, str(ROOT / "docs"))
 from made import with_made  # noqa: E402
 
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 PAGES = {
     "README.md": "first_hour.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    **{f"records/{name}.md": f"{name}.md" for name in ("log", "estimator", "kernels", "compare")},
+    "records/README.md": "records.md",
 }
 """Pages outside docs/ -> their names in the site."""
 
@@ -31,8 +35,7 @@ def on_files(files, config):
     """Add the pages outside docs/, the notebook, the tables and what pages link to."""
     texts = [page.content_string for page in files.documentation_pages()]
     for path, page in PAGES.items():
-        text = (ROOT / path).read_text(encoding="utf-8")
-        text = re.sub(r"\]\((?!docs/|https?:|#)", "](../", text).replace("](docs/", "](")
+        text = from_docs(path, (ROOT / path).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=text))
         texts.append(text)
     for path in sorted({path for text in texts for path in OUTSIDE.findall(text)} - set(PAGES)):
@@ -46,6 +49,17 @@ def on_files(files, config):
     for name, content in tables().items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+def from_docs(path, text):
+    """A page outside docs/ with its links as a page in docs/ has them."""
+
+    def link(found):
+        target = (ROOT / path).parent / found[1]
+        inside = os.path.relpath(target, ROOT / "docs")
+        return f"]({inside}"
+
+    return LINK.sub(link, text)
 
 
 def tables():

@@ -25,7 +25,7 @@ from models.layer_plan import layer_plan
 # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
 RING_BYTES = 16 * 2**20
 LATENCY_S = 50e-6  # of a message between two hosts, besides the cost of one inside a host
-# of a step's computing, waiting for data that are read in time (docs/log.md, loading)
+# of a step's computing, waiting for data that are read in time (records/log.md, loading)
 DATA_WAIT_SHARE = 0.0004
 # of the gradients, while they are summed: sent, received, the network's buffers; not measured
 SENT_COPIES = 4
@@ -54,7 +54,7 @@ COSTS = {
     # share by which a worker is slower if others compute on the same host, on other cores
     "contention": 0.0312,
 }
-ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)"
+ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (records/log.md)"
 # of the predicted steps of two workers in these two jobs, each by the constants of the other
 ERRORS = (0.063, -0.002)
 

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, NamedTuple
 # Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel
 # that is predicted.
 SMOOTH = 1.0
-HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)
+HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (records/log.md)
 
 
 class Sums(NamedTuple):

@@ -95,7 +95,9 @@ DESCENT = Rule(_momentum, ("mean",))
 class Optimizer:
     """An optimizer of all weights."""
 
-    learning_rate: float  # if none is chosen: the best of several on untouched cases (docs/log.md)
+    learning_rate: (
+        float  # if none is chosen: the best of several on untouched cases (records/log.md)
+    )
     rate_scaling: str  # of the rate if the batch grows with the workers: "linear" or "sqrt"
     kernels: Rule  # of kernels of more than one voxel
     others: Rule  # of norms, biases and 1x1x1 kernels

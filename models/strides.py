@@ -32,7 +32,7 @@ ROUNDING = 1e-9  # error of a side times a resolution: 0.7 * 10 is 7
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
-resolution was lost at full resolution (docs/log.md, "Short runs on real sets"). 48^3
+resolution was lost at full resolution (records/log.md, "Short runs on real sets"). 48^3
 was not tried long enough to leave it out."""
 
 

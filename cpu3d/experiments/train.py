@@ -13,7 +13,7 @@ finished one. `launch` starts several processes that train one run together. If 
 by Kubernetes, this process is one of them.
 
 --init starts from the weights of another run of the same network; image channels and regions are
-matched by name, and what is new is fresh (docs/annotate.md).
+matched by name, and what is new is fresh (docs/training.md).
 
 --folds trains all folds one after the other, each by a process of its own; scores every case once,
 by the fold that has not seen it; decides post-processing on all of them; and writes

@@ -30,7 +30,7 @@ MOST_ERROR = 0.02  # of answers, as a share of the norm of those of layers in fl
 # bfloat16 0.05 to 0.09 were measured, and 0.14 to 0.20 of TensorFlow's layers.
 MOST_GRADIENT_ERROR = {"float32": 0.02, "bfloat16": 0.2}
 
-SLOW_SHARE = 0.4  # of the limit; docs/kernels.md has 0.79 to 0.87 with 16 and 32 channels
+SLOW_SHARE = 0.4  # of the limit; records/kernels.md has 0.79 to 0.87 with 16 and 32 channels
 FAST_SHARE = 1.1  # above it the limit was measured while other programs computed
 
 

@@ -33,11 +33,11 @@ KMP_AFFINITY = "granularity=fine,compact,1,0"
 SWITCHES = {  # set by every process
     # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks):
     # after an operation Intel's OpenMP spins this many ms before it sleeps. A step alone takes as
-    # long with 0, 1 or 200 (docs/log.md); that the data threads fare better with 1 than with 200 is
+    # long with 0, 1 or 200 (records/log.md); that the data threads fare better with 1 than with 200 is
     # assumed.
     "KMP_BLOCKTIME": "1",
     # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x
-    # (docs/log.md).
+    # (records/log.md).
     "TF_ENABLE_ONEDNN_OPTS": "1",
     # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see
     # host.apply.

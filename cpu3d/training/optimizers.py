@@ -1,7 +1,7 @@
 """The optimizers of models/optimizers.py on TensorFlow's tensors, as optimizers of Keras.
 
 Muon makes all singular values of an update equal, so directions that few voxels support, such as a
-small lesion's, move as far as those that all voxels support. docs/log.md has the steps that this
+small lesion's, move as far as those that all voxels support. records/log.md has the steps that this
 saves."""
 
 import math
@@ -232,7 +232,7 @@ def orthogonal(kernel: tf.Tensor, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] =
 
     A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over
     rows: a decoder's first convolution, which has twice the rows, then learns more slowly than the
-    others (docs/log.md).
+    others (records/log.md).
 
     Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. The factor of X depends on G
     alone, so only that is iterated, B x B in size, times the root of c, and X, which has many more

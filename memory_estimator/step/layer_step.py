@@ -23,7 +23,7 @@ COPIES = {
 }
 """Engine, dtype -> copies of a convolution's maps that the process holds beside them, in oneDNN's
 layout. Thirteen processes on 64^3 to 128^3 voxels held from 8 % less to 8 % more than is predicted
-so (docs/log.md)."""
+so (records/log.md)."""
 
 COSTS: Dict[Tuple[int, ...], str] = {(3, 3, 3): "convolve", (1, 1, 1): "project"}
 """Kernel -> kind of operations whose cost its pass has; others are between two grids."""

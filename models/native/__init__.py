@@ -1,1 +1,1 @@
-"""Own operations for few channels, in C: see docs/kernels.md."""
+"""Own operations for few channels, in C: see records/kernels.md."""

@@ -2,7 +2,7 @@
    and 5 the left factors, 6 and 7 the right ones; or, of whole registers, 0 to 5 sums, 6 the left
    factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel
    documents, but for denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits
-   as the plain C (docs/kernels.md). With -DTILES_LEFT_OUT they do nothing, to time what is done
+   as the plain C (records/kernels.md). With -DTILES_LEFT_OUT they do nothing, to time what is done
    beside them; with -DVECTORS_LEFT_OUT nothing is formed and finished, to time them alone: the
    results are then meaningless. */
 #ifndef AMX_H

@@ -1,5 +1,5 @@
 /* What the direct products in AMX's tiles share: the products, and what becomes of their sums.
-   docs/kernels.md draws the tiles; what is drawn there has the same names here. */
+   records/kernels.md draws the tiles; what is drawn there has the same names here. */
 #ifndef DIRECT_H
 #define DIRECT_H
 

@@ -1,5 +1,5 @@
 /* Filter gradients of 3x3x3 convolutions of bfloat16 maps in AMX's tiles: sums over positions, 32
-   in a product. docs/kernels.md draws the tiles; what is drawn there has the same names here.
+   in a product. records/kernels.md draws the tiles; what is drawn there has the same names here.
 
    A thread takes a few planes of its piece at a time. Their rows follow each other as one line of
    positions with zeros between rows, so that steps of 32 positions need not end with a row, and a

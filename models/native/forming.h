@@ -1,5 +1,5 @@
 /* Rows that are formed two voxels at a time: a chore, a few vector instructions that are done after
-   a product of tiles and take no time of their own there. docs/kernels.md says which chores come
+   a product of tiles and take no time of their own there. records/kernels.md says which chores come
    after which products. */
 #ifndef FORMING_H
 #define FORMING_H

@@ -1,5 +1,5 @@
 /* Sums over positions in AMX's tiles, which make the gradients of filters: 32 positions a product.
-   docs/kernels.md draws the tiles. */
+   records/kernels.md draws the tiles. */
 #ifndef POSITIONS_H
 #define POSITIONS_H
 

@@ -7,7 +7,7 @@
    transformed likewise; products of equal stream are added over channels and over the nine (x, y)
    taps; and the outputs of a tile are sums of the streams' totals. float32 has four outputs a tile
    (points 0, +-1, +-1/2, infinity), bfloat16 two (0, +-1, infinity): four would have three times
-   the error. docs/kernels.md has the errors of both, beside those of a plain convolution.
+   the error. records/kernels.md has the errors of both, beside those of a plain convolution.
 
    A row is stored as [stream][group of 16 channels][tile][16 channels]. A unit is what one product
    instruction spreads over all outputs: 4 bytes, one float32 or two neighbouring bfloat16 values.

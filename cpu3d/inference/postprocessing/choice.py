@@ -42,7 +42,7 @@ from cpu3d.util.records import count
 MARGIN = 3  # true lesions must be larger than this many times the bound
 RISK = 0.1
 """What rules by size may cost as many new cases, in lesion-wise Dice: a lesion of two is a half,
-and rules of three phantoms took one in 5 % of other phantoms (docs/log.md)."""
+and rules of three phantoms took one in 5 % of other phantoms (records/log.md)."""
 SURE = 0.95  # probability
 
 NONE_GAINS = "none gains"

@@ -295,7 +295,7 @@ def test_an_empty_image_and_one_of_unknown_orientation_are_named(
 def driver():
     """A headless Chromium, in which Chrome's own driver clicks and types."""
     webdriver = pytest.importorskip(
-        "selenium.webdriver", reason="needs selenium: see docs/viewer.md"
+        "selenium.webdriver", reason="needs selenium: see CONTRIBUTING.md"
     )
     from selenium.webdriver.chrome.service import Service
 
@@ -304,7 +304,7 @@ def driver():
     )
     chromedriver = shutil.which("chromedriver")
     if not (binary and chromedriver):
-        pytest.skip("needs chromium and chromedriver: see docs/viewer.md")
+        pytest.skip("needs chromium and chromedriver: see CONTRIBUTING.md")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     for word in (
