@@ -33,8 +33,8 @@ KMP_AFFINITY = "granularity=fine,compact,1,0"
 SWITCHES = {  # set by every process
     # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks):
     # after an operation Intel's OpenMP spins this many ms before it sleeps. A step alone takes as
-    # long with 0, 1 or 200 (records/log.md); that the data threads fare better with 1 than with 200 is
-    # assumed.
+    # long with 0, 1 or 200 (records/log.md); that the data threads fare better with 1 than with 200
+    # is assumed.
     "KMP_BLOCKTIME": "1",
     # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x
     # (records/log.md).

@@ -1,4 +1,4 @@
-"""What is multiplied and loaded, counted by the tiles in plain C, is what records/kernels.md draws."""
+"""What is multiplied and loaded, counted by tiles in plain C, is what records/kernels.md draws."""
 
 import ctypes
 
