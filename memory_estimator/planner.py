@@ -23,7 +23,7 @@ STEP_OF_FILTERS = 8
 BEYOND = 4
 LARGEST = 2**20  # no search continues past this number: the memory would be without limit
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
-# of the sum in `gpu_bytes`: on an H200 0.9 was measured in float32, 1.35 in bfloat16 (records/log.md)
+# of the sum in `gpu_bytes`: on an H200 0.9 in float32, 1.35 in bfloat16 (records/log.md)
 CARD_SHARE = 1.4
 # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
 WORKSPACE_BYTES = 4 * 2**30
