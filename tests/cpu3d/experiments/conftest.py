@@ -1,8 +1,6 @@
-"""Runs of experiments without a network, in this process; and run folders made by hand."""
+"""Runs of experiments without a network, in this process."""
 
 import dataclasses
-import json
-import math
 import os
 import signal
 from dataclasses import dataclass, field
@@ -18,10 +16,9 @@ from cpu3d.errors import DivergedError, Interrupted
 from cpu3d.experiments import folds, runner, variants
 from cpu3d.experiments.runner import RunFailedError
 from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing import run_rules
 from cpu3d.report.folds import write_folds_report
-from cpu3d.run.checkpoint import save_checkpoint, weights_file
+from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event
 from cpu3d.training import fit
@@ -129,70 +126,3 @@ def carried_out_here(monkeypatch):
 @pytest.fixture
 def commands(monkeypatch):
     return carried_out_here(monkeypatch)
-
-
-@pytest.fixture
-def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
-    """make_run("patch", seed=1, shift=2): a run whose predictions are off by two voxels; other
-    settings of its config.
-
-    `scored=False` leaves it without scores, `trained=False` without weights, `end` is what its last
-    event holds."""
-
-    def make(
-        variant,
-        seed=0,
-        *,
-        shift=0,
-        scored=True,
-        trained=True,
-        end=None,
-        mean_dice=0.7,
-        step_s=1.5,
-        **settings,
-    ):
-        folder = tmp_path / "runs" / f"{variant}-seed{seed}"
-        (folder / "checkpoints").mkdir(parents=True)
-        config = load_config(tiny_run)
-        own = {name: settings.pop(name) for name in ("norm", "policy") if name in settings}
-        unet = dataclasses.replace(config.unet, seed=seed, **own)
-        config = dataclasses.replace(config, **{"seed": seed, "unet": unet, "steps": 4, **settings})
-        save_config(config, folder)
-        lines = [{"event": "start", "step": 0, "host": {"cpu": "made up", "cores": 2}}]
-        for step in range(1, 5):
-            seen = {"voxels": config.batch * math.prod(config.grid), "rss_bytes": 2**30}
-            lines.append(
-                {"event": "step", "step": step, "step_s": step_s if step > 1 else 9.0, **seen}
-            )
-            if step % 2 == 0:
-                lines.append(
-                    {"event": "validation", "step": step, "mean_dice": mean_dice, "seconds": 0.5}
-                )
-        default = {"reason": "finished", "step": 4, "seconds": 36.0, "peak_rss_bytes": 3 * 2**30}
-        if end != "none":
-            lines.append({"event": "end", **default, **(end or {})})
-        (folder / "log.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-        )
-        if trained:
-            for name in ("best", "step-00000004"):
-                save_checkpoint(folder / "checkpoints" / f"{name}.npz", {}, {"step": 4})
-                os.utime(folder / "checkpoints" / f"{name}.npz", (1, 1))
-        if scored:
-            fake_predictor.shift = shift
-            window = list(config.grid) if config.is_patch else None
-            how = {"window": window, "one_pass": not window, "overlap": 0.5, "flips": True}
-            evaluate_split(
-                fake_predictor,
-                tiny_store,
-                "test",
-                folder,
-                about={
-                    "fold": config.fold,
-                    "weights_sha256": file_sha256(weights_file(folder, "best")),
-                    "inference": how,
-                },
-            )
-        return folder
-
-    return make

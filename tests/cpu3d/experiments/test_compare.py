@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 
@@ -13,6 +14,8 @@ from cpu3d.experiments import runner
 from cpu3d.experiments.results import Page
 from cpu3d.report.status import set_status
 from cpu3d.run.config_json import load_config
+from cpu3d.run.log import read_events
+from cpu3d.run.summary import of_kind
 from cpu3d.util.records import read_records
 from records.tables import comparisons_markdown
 from tests.cpu3d.runs import run_command, shown_cases
@@ -20,7 +23,6 @@ from tests.cpu3d.runs import run_command, shown_cases
 SMALL = ["--filters", 2, "--depth", 2, "--dtype", "float32", "--curriculum", "off"]
 WHOLE = ["--variant", "whole", "--mode whole"]
 VARIANTS = [*WHOLE, "--variant", "patch", "--mode patch --patch 16 16 16"]
-PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
 
 
 def compare(*options):
@@ -125,15 +127,11 @@ def test_a_damaged_file_of_a_case_to_score_is_named_before_anything_is_trained(
         ("folds.json", "a folder of folds"),
     ],
 )
-def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
-    commands, chosen, out, make_run, name, kind
-):
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(commands, chosen, out, name, kind):
     out.mkdir()
     (out / name).write_text("{}")
     with pytest.raises(InputError, match=f"must be empty or hold a compare.json, got {kind};"):
         compare(*chosen, "--minutes", 0.2)
-    with pytest.raises(InputError, match=r"must be empty or hold a results\.json"):
-        compare("--runs", make_run("whole"), "--out", out)
     assert [path.name for path in out.iterdir()] == [name]
 
 
@@ -153,53 +151,58 @@ def test_another_comparison_or_a_damaged_plan_is_refused(commands, chosen, no_pa
     assert commands.seen() == []
 
 
-def test_scored_runs_are_compared_without_training_or_changing_them(commands, make_run, out):
-    runs = [make_run("whole", seed, learning_rate=0.13) for seed in (0, 1)]
-    runs += [
-        make_run("patch", seed, shift=1 + seed, learning_rate=0.25, step_s=3.0, **PATCH)
-        for seed in (1, 2)
-    ]
-    assert compare("--runs", *runs, "--out", out, "--title", "A & B") == 0
-    content = results(out)
+def test_scored_runs_are_compared_without_training_or_changing_them(
+    commands, chosen, out, tmp_path, phantom_store
+):
+    assert compare(*chosen, "--epochs", 2, "--seeds", 0, 1) == 0
+    commands.seen()
+    runs = [out / "runs" / name for name in ("whole-seed1", "whole-seed0", "patch-seed1")]
+    seen = tmp_path / "seen"
+    assert compare("--runs", *runs, "--out", seen, "--title", "A & B") == 0
+    content = results(seen)
     assert (content["baseline"], list(content["variants"])) == ("whole", ["whole", "patch"])
-    difference = content["differences"]["patch"]
-    assert difference["ET"]["dice"]["seeds"] == 1, "only a seed that both have is paired"
-    assert difference["ET"]["dice"]["mean"] == -1, "a single voxel that is off"
-    assert difference["ET"]["dice"]["worse"] == difference["ET"]["hd95_mm"]["worse"] == 2
-    whole, patch = (content["variants"][name]["costs"] for name in ("whole", "patch"))
-    assert (whole["steps"], whole["voxels"], patch["voxels"]) == (4, 4 * 16**3, 4 * 8**3)
-    assert (whole["step_s"], whole["steps_s"], patch["step_s"]) == (1.5, 9 + 3 * 1.5, 3.0)
-    assert (whole["train_s"], whole["train_peak_bytes"]) == (36, 3 * 2**30)
-    page = re.sub(r">\s+<", "><", (out / "report.html").read_text(encoding="utf-8"))
+    difference = content["differences"]["patch"]["ET"]
+    assert difference["dice"]["seeds"] == 1, "only a seed that both have is paired"
+    assert difference["dice"]["mean"] < 0, "it is a voxel off"
+    assert difference["dice"]["worse"] == difference["hd95_mm"]["worse"] == content["cases"]
+    costs = content["variants"]["patch"]["costs"]
+    steps = of_kind(read_events(runs[2]), "step")
+    assert (costs["steps"], costs["voxels"]) == (len(steps), len(steps) * 16**3)
+    assert costs["steps_s"] == pytest.approx(sum(step["step_s"] for step in steps))
+    page = re.sub(r">\s+<", "><", (seen / "report.html").read_text(encoding="utf-8"))
     assert "<h1>A &amp; B</h1>" in page
-    for row in (("mode", "whole", "patch"), ("learning rate", "0.13", "0.25")):
-        assert "".join(f"<td>{cell}</td>" for cell in row) in page
+    assert "<td>mode</td><td>whole</td><td>patch</td>" in page
     for title in ("every case, WT", "every case, mean", "over voxels", "over seconds"):
         assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', page), title
     assert str(out) not in page, "it names no folder of the machine"
     assert not re.search(r"url\(|@import|https?://", page)
-    shown = shown_cases(out / "report.html")
-    assert [case["note"] for case in shown] == ["best", "median and worst"]
-    for case in shown:
-        names = [prediction["name"] for prediction in case["predictions"]]
-        assert names == ["whole, seed 0", "patch, seed 1"]
-        assert re.fullmatch(r"mean Dice: whole \d\.\d{3}, patch \d\.\d{3}", case["scores"])
+    (case,) = shown_cases(seen / "report.html")
+    names = [prediction["name"] for prediction in case["predictions"]]
+    assert names == ["whole, seed 0", "patch, seed 1"]
+    assert re.fullmatch(r"mean Dice: whole \d\.\d{3}, patch \d\.\d{3}", case["scores"])
     assert commands.seen() == []
 
-
-def test_runs_that_are_not_whole_or_the_same_twice_are_refused_together(make_run, out):
-    runs = [make_run("whole", 0), make_run("late", scored=False), make_run("cut", end="none")]
+    # Of another folder, two are not whole, and one is there twice.
+    with pytest.raises(InputError, match=r"must be empty or hold a results\.json"):
+        compare("--runs", *runs, "--out", out)
+    apart = [runs[1], runs[2]]
+    assert compare("--runs", *apart, "--out", seen) == 0
+    assert results(seen)["failed"] == ["patch is left out: it shares no seed with whole."]
+    shutil.rmtree(runs[0] / "evaluation")
+    log = runs[2] / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"end"' not in line))
     with pytest.raises(InputError) as caught:
-        compare("--runs", *runs, runs[0], "--out", out)
+        compare("--runs", *runs, runs[1], "--out", seen)
     expected = ("current scores", "trained to its end", "got whole, seed 0 for ")
     for problem, words in zip(caught.value.problems, expected):
         assert words in problem
     assert len(caught.value.problems) == len(expected)
-    other = make_run("other", 1)
+
+
+def test_a_comparison_without_a_run_of_its_baseline_has_no_result():
     with pytest.raises(InputError, match="baseline whole must have a run"):
         command.Comparison.of([], "whole", {"whole, seed 0": "train diverged"})
-    assert compare("--runs", runs[0], other, "--out", out) == 0
-    assert results(out)["failed"] == ["other is left out: it shares no seed with whole."]
 
 
 STORE = ["--store", "s"]

@@ -1,6 +1,8 @@
 """Processes that train and score runs, and what counts as done."""
 
+import dataclasses
 import errno
+import json
 import os
 import signal
 import sys
@@ -13,6 +15,8 @@ from cpu3d.experiments import runner
 from cpu3d.experiments.runner import PlannedRun, RunFailedError, call, carry_out
 from cpu3d.inference.scores_file import outdated_scores, scores_path
 from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint
+from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.log import last_end, read_events
 from tests.cpu3d.experiments.conftest import SETTINGS
 
 # --- A process ---
@@ -135,27 +139,38 @@ def test_a_run_is_not_scored_until_its_post_processing_is_decided(
 @pytest.mark.parametrize(
     ("end", "steps", "done"),
     [
-        ({"reason": "finished", "step": 4}, 4, True),
-        ({"reason": "finished", "step": 4}, 0, True),  # by time; its own are 4
-        ({"reason": "finished", "step": 3}, 4, False),
-        ({"reason": "early stop", "step": 2}, 4, True),
-        ("none", 4, False),
+        ({"reason": "finished", "step": 8}, 8, True),
+        ({"reason": "finished", "step": 8}, 0, True),  # by time; its own are 8
+        ({"reason": "finished", "step": 7}, 8, False),
+        ({"reason": "early stop", "step": 2}, 8, True),
+        (None, 8, False),
     ],
 )
-def test_a_run_is_trained_when_its_last_step_is_done(make_run, end, steps, done):
-    folder = make_run("run", scored=False, end=end)
-    assert PlannedRun("a", folder, (), steps=steps).is_trained is done
+def test_a_run_is_trained_when_its_last_step_is_done(
+    commands, phantom_store, tmp_path, end, steps, done
+):
+    carried_out(phantom_store, tmp_path, "a")
+    run = tmp_path / "a"
+    save_config(dataclasses.replace(load_config(run), steps=8), run)
+    events = [event for event in read_events(run) if event["event"] != "end"]
+    if end:
+        events.append({**last_end(run), **end})
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert PlannedRun("a", run, (), steps=steps).is_trained is done
 
 
-def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_not_count(make_run):
-    folder = make_run("a")
-    assert outdated_scores(folder, "test", 1.0) == ""
-    assert outdated_scores(folder, "test", 2.0) == "tolerance_mm 1.0"
-    assert outdated_scores(folder, "val", 1.0)
+def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_not_count(
+    commands, phantom_store, tmp_path
+):
+    carried_out(phantom_store, tmp_path, "a")
+    folder = tmp_path / "a"
+    assert outdated_scores(folder, "test", 1 / 3) == ""
+    assert outdated_scores(folder, "test", 2.0).startswith("tolerance_mm 0.333")
+    assert outdated_scores(folder, "val", 1 / 3)
     path = scores_path(folder)
     scores = path.read_text()
     path.write_text(scores.replace('"flips": true', '"flips": false'))
-    assert "'flips': False" in outdated_scores(folder, "test", 1.0)
+    assert "'flips': False" in outdated_scores(folder, "test", 1 / 3)
     path.write_text(scores)
     save_checkpoint(folder / "checkpoints" / "best.npz", {}, {"step": 5})
-    assert "scores of earlier weights" in outdated_scores(folder, "test", 1.0)
+    assert "scores of earlier weights" in outdated_scores(folder, "test", 1 / 3)
