@@ -133,7 +133,18 @@ class Emitter:
             again=again,
         )
 
+    def plain(self, name: str, operation: str, maps: Maps, width: int) -> Value:
+        """An operation of models/plain.py."""
+        made = self._value(name, Form.MAP, maps[0].level, width)
+        return self._emit(Kind.PLAIN, name, made, maps=maps, plain=operation, kept=True)
+
     # --- Backward ---
+
+    def plain_gradients(self, name: str, operation: str, maps: Maps, at: Value) -> Maps:
+        """Of the values of each map."""
+        makes = tuple(self._gradient(name, each) for each in maps)
+        self._emit(Kind.PLAIN_GRADIENT, name, *makes, maps=maps, gradient=at, plain=operation)
+        return makes
 
     def max_pool_gradient(self, level: int, source: Value, at: Value, add: Value) -> Value:
         layer = f"encoder{level}_pool"

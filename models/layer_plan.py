@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from models.config import NORMS, UNetConfig
 from models.network import network_program
+from models.plain import PLAIN
 from models.program import Kind, Op, Value
 from models.strides import Shape3
 
@@ -30,6 +31,7 @@ class LayerKind(Enum):
     CONCAT = "concat"
     SHORTCUT = "shortcut"  # a residual block's sum
     HEAD = "head"
+    PLAIN = "plain"  # of models/plain.py
 
 
 NORM_KINDS = (LayerKind.NORM, LayerKind.NORM_ACT)
@@ -51,6 +53,8 @@ class LayerOp:
     trainable: int = 0  # trainable parameters
     # parameters that training moves but does not differentiate (batch norm's moving statistics)
     frozen: int = 0
+    plain: str = ""  # name of its operation in models/plain.py
+    weights: Tuple[Tuple[str, Tuple[int, ...]], ...] = ()  # of that: name, shape
 
     @property
     def elements(self) -> int:
@@ -222,12 +226,28 @@ def _residual_sum(layers: _Layers, op: Op) -> LayerOp:
     return layers.add(op.layer, LayerKind.ACT, (x,), last.level, width)
 
 
+def _plain(layers: _Layers, op: Op) -> LayerOp:
+    inputs = tuple(layers.made[each] for each in op.maps)
+    weights = PLAIN[op.plain].weights([layer.shape[3] for layer in inputs])
+    return layers.add(
+        op.layer,
+        LayerKind.PLAIN,
+        inputs,
+        op.made.level,
+        op.made.channels,
+        trainable=sum(map(math.prod, weights.values())),
+        plain=op.plain,
+        weights=tuple(weights.items()),
+    )
+
+
 LAYERS: Dict[Kind, Callable[[_Layers, Op], Optional[LayerOp]]] = {
     Kind.CONVOLVE: _convolve,
     Kind.MAX_POOL: _max_pool,
     Kind.UP_CONVOLVE: _up_convolve,
     Kind.PROJECT: _project,
     Kind.RESIDUAL_SUM: _residual_sum,
+    Kind.PLAIN: _plain,
     Kind.KERNEL_ROWS: lambda layers, op: None,  # no layers, but parts of a kernel
     Kind.KERNEL_TAPS: lambda layers, op: None,
 }

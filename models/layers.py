@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from models.config import DTYPES, EPSILON, MOMENTUM, UNetConfig
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp
+from models.plain import PLAIN
 
 PRIOR_LOGIT = -2.944
 """First bias of the head: a sigmoid of 0.05 (Lin et al. 2017), as tumour is a few per cent of a
@@ -31,6 +32,8 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     if op.kind in plain:
         return plain[op.kind]()
     width = op.shape[3]
+    if op.kind is LayerKind.PLAIN:
+        return PlainLayer(op, config.seed, **own)
     own["kernel_initializer"] = initial_kernel(config.seed, op.name)
     if op.kind is LayerKind.SHORTCUT:
         return ShortcutSum(width, **own)
@@ -155,6 +158,13 @@ def _with_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
     return computed(x, tf.convert_to_tensor(bias))
 
 
+def grid_sum(map_: tf.Tensor) -> tf.Tensor:
+    """(N, C) of (N, X, Y, Z, C), in the same way."""
+    for _ in range(3):
+        map_ = tf.reduce_sum(map_, -2)
+    return map_
+
+
 def _count(map_: tf.Tensor) -> tf.Tensor:
     """Its values, float32."""
     return tf.cast(tf.size(map_, tf.int64), tf.float32)
@@ -205,6 +215,31 @@ def _at_first(x: tf.Tensor, largest: tf.Tensor, at: tf.Tensor, strides: Sequence
         groups = [parts[first : first + stride] for first in range(0, len(parts), stride)]
         parts = [tf.reshape(tf.stack(group, axis + 1), shape) for group in groups]
     return parts[0]
+
+
+class PlainLayer(tf.keras.layers.Layer):
+    """An operation of models/plain.py. Takes one map, or a list."""
+
+    def __init__(self, op: LayerOp, seed: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.compute = PLAIN[op.plain].compute
+        self.shapes = op.weights
+        self.seed = seed
+        self.by_name: Dict[str, tf.Variable] = {}
+
+    def build(self, input_shape: Any) -> None:
+        single: Dict[str, Any] = {"dtype": "float32", "experimental_autocast": False}
+        for name, shape in self.shapes:
+            drawn: Any = "zeros"
+            if not name.endswith("bias"):
+                drawn = initial_kernel(self.seed, f"{self.name}/{name}")
+            self.by_name[name] = self.add_weight(name, shape, initializer=drawn, **single)
+        super().build(input_shape)
+
+    @tf.autograph.experimental.do_not_convert
+    def call(self, inputs: Any, training: Optional[bool] = None) -> tf.Tensor:
+        values = [tf.cast(each, tf.float32) for each in tf.nest.flatten(inputs)]
+        return tf.cast(self.compute(values, self.by_name), self.compute_dtype)
 
 
 class Head(tf.keras.layers.Conv3D):

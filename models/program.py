@@ -36,6 +36,9 @@ class Kind(Enum):
     NORM_GRADIENT = "norm_gradient"  # through norm and ReLU, to be formed on reading: no memory
     TO_RAW = "to_raw"  # that, as a map of its own
     ADD = "add"  # two gradients of one map
+    # by TensorFlow: models/plain.py
+    PLAIN = "plain"
+    PLAIN_GRADIENT = "plain_gradient"  # of each map
     # kernels
     KERNEL_ROWS = "kernel_rows"  # those channels of a kernel that one of several maps meets
     KERNEL_TAPS = "kernel_taps"  # those of a 1x1x1 kernel, for each voxel of an up-sampled one
@@ -88,6 +91,7 @@ class Op:
     norm: str = ""  # of a convolution, the layer that follows it
     has_relu: bool = False  # whether that layer ends in a ReLU: not before a residual's sum
     parts: Tuple[Value, ...] = ()  # of JOIN_GRADIENTS
+    plain: str = ""  # of PLAIN and its gradient, the name in models/plain.py
     strides: Tuple[int, int, int] = (1, 1, 1)
     """Between the grids of two levels: voxels of the finer one along X, Y, Z for one of the
     coarser."""

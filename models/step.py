@@ -5,12 +5,12 @@ Each operation waits for the one before, so the maps in memory at a time are kno
 last reader has its shape is written over.
 """
 
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
 from models.config import EPSILON
-from models.layers import NormActivation
+from models.layers import NormActivation, grid_sum
 from models.native import operations
 from models.native.operations import Gradient, Made, Norm, Source
 from models.network import network_program
@@ -64,7 +64,11 @@ class Pass:
 
     def _run(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            self._made[op.made] = COMPUTE[op.kind](self, op)
+            made = COMPUTE[op.kind](self, op)
+            if op.kind is Kind.PLAIN_GRADIENT:
+                self._made.update(zip(op.makes, made))
+            else:
+                self._made[op.made] = made
 
     # --- What the operations below are made of ---
 
@@ -200,6 +204,72 @@ def _add(run: Pass, op: Op) -> Made:
     return Made(*(run.in_turn(tf.add, *pair) for pair in pairs), *first[3:])
 
 
+# --- By TensorFlow ---
+
+
+def _values(source: Source) -> tf.Tensor:
+    """The values of a map, float32."""
+    raw = tf.cast(source.raw, tf.float32)
+    if source.norm is None:
+        return raw
+    scale, shift, _, _, floor = map(_over_grid, source.norm)
+    return tf.maximum(scale * raw + shift, floor)
+
+
+def _over_grid(numbers: tf.Tensor) -> tf.Tensor:
+    """(N, C) as (N, 1, 1, 1, C)."""
+    return numbers[:, None, None, None]
+
+
+def _plain(run: Pass, op: Op) -> Source:
+    layer = run.layer(op.layer)
+
+    def compute() -> tf.Tensor:
+        weights = {name: run.value(each) for name, each in layer.by_name.items()}
+        made = layer.compute(list(map(_values, run.maps(op))), weights)
+        return tf.cast(made, run.unet.dtype)
+
+    return Source(run.in_turn(compute))
+
+
+def _plain_gradient(run: Pass, op: Op) -> List[Made]:
+    """Of the values of each map, and of the weights."""
+    layer = run.layer(op.layer)
+    at = tf.cast(run.gradient(op).map, tf.float32)
+
+    def compute() -> Tuple[List[Made], Dict[str, tf.Tensor]]:
+        weights = {
+            name: tf.convert_to_tensor(run.value(each)) for name, each in layer.by_name.items()
+        }
+        values = list(map(_values, run.maps(op)))
+        with tf.GradientTape() as tape:
+            tape.watch([values, weights])
+            made = layer.compute(values, weights)
+        of_values, of_weights = tape.gradient(
+            made, [values, weights], at, unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+        return list(map(_with_sums, run.maps(op), of_values)), of_weights
+
+    made, of_weights = run.in_turn(compute)
+    for name, gradient in of_weights.items():
+        run.gradients[layer.by_name[name].name] = gradient
+    return made
+
+
+def _with_sums(source: Source, gradient: tf.Tensor) -> Made:
+    """The gradient of a map's values with the sums that its norm needs."""
+    sum1 = tf.zeros((tf.shape(gradient)[0], gradient.shape[-1]))
+    sum2 = sum1
+    if source.norm is not None:
+        raw = tf.cast(source.raw, tf.float32)
+        scale, shift, mean, rstd, floor = map(_over_grid, source.norm)
+        passed = tf.where(scale * raw + shift > floor, gradient, 0.0)
+        sum1 = grid_sum(passed)
+        sum2 = grid_sum(passed * (raw - mean) * rstd)
+    empty = tf.zeros((0,))
+    return Made(tf.cast(gradient, source.raw.dtype), sum1, sum2, empty, empty)
+
+
 # --- Norms ---
 
 
@@ -320,6 +390,8 @@ COMPUTE: Dict[Kind, Callable[[Pass, Op], Any]] = {
     Kind.PROJECT_TO_RAW: _to_raw,
     Kind.RESIDUAL_SUM: _map,
     Kind.RESIDUAL_GRADIENT: _operate,
+    Kind.PLAIN: _plain,
+    Kind.PLAIN_GRADIENT: _plain_gradient,
     Kind.NORM_GRADIENT: _norm_gradient,
     Kind.TO_RAW: _to_raw,
     Kind.ADD: _add,

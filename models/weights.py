@@ -75,7 +75,7 @@ def network_weights(config: UNetConfig) -> List[Weight]:
 def _shapes(config: UNetConfig, op: LayerOp) -> Dict[str, Tuple[int, ...]]:
     """Name -> shape of the weights of a layer, in Keras' order."""
     width = op.shape[3]
-    shapes: Dict[str, Tuple[int, ...]] = {}
+    shapes: Dict[str, Tuple[int, ...]] = dict(op.weights)
     if op.kernel:
         shapes["kernel"] = op.kernel_shape
     if op.kind is LayerKind.HEAD:

@@ -145,7 +145,7 @@ class _Layers:
         if kind == "convolve":
             kind = "input_gradient"
         more = self._counted(op, kind)
-        if op.kind is LayerKind.POOL or op.kind in NORM_KINDS:  # float32 maps, on the way
+        if op.kind in (LayerKind.POOL, LayerKind.PLAIN, *NORM_KINDS):  # float32 maps, on the way
             size = 2 * self.writer.job.micro * below.elements * 4
             more["scratch"] = (Tensor(f"{op.name}/gradient/maps", size, Group.SCRATCH),)
         return self._make(op, "gradient", reads, below, kind, **more)

@@ -323,6 +323,8 @@ OF_TENSORFLOW = (
     Kind.ADD,
     Kind.KERNEL_ROWS,
     Kind.KERNEL_TAPS,
+    Kind.PLAIN,
+    Kind.PLAIN_GRADIENT,
     Kind.JOIN_GRADIENTS,
 )
 """Kinds of a step that no own operation computes."""

@@ -19,6 +19,7 @@ from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, 
 
 TAPS = {"pass": 0, "project": 1, "up": 1}
 """Of filters for a voxel of the finer grid, by the kind of costs; others have 27."""
+PLAIN_MAPS = 4  # of an operation by TensorFlow: times its maps in float32
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
 SLAB_MAPS = 2  # of one, in float32: logits and probabilities
 
@@ -228,6 +229,25 @@ def _write_filter_gradient(paper: Paper, op: Op) -> None:
     paper.make(op, op.made, size, Group.GRADIENTS, own=paper.own(op, inputs, outputs), **counts)
 
 
+def _write_plain(paper: Paper, op: Op) -> None:
+    """By TensorFlow, so with a bound: its float32 maps on the way several times over."""
+    maps = paper.writer.tensor(
+        f"{op.made.name}/maps",
+        PLAIN_MAPS * sum(paper.map_bytes(each, 4) for each in (*op.maps, *op.makes)),
+        Group.SCRATCH,
+    )
+    group = Group.ACTIVATIONS if op.kept and paper._keeps else Group.TRANSIENTS
+    level = op.made.level if group is Group.ACTIVATIONS else None
+    made = []
+    for value in op.makes:
+        tensor = paper.writer.tensor(value.name, paper.map_bytes(value), group, level)
+        made.append(tensor)
+        paper.stands_in(value, (tensor.name,))
+    reads = [tensor for read in op.reads for tensor in paper.tensors(read)]
+    traffic = 2 * maps.bytes
+    paper.writer.run(op.made.name, "pass", reads, made, scratch=(maps,), traffic_bytes=traffic)
+
+
 # --- Operations: kernels ---
 
 
@@ -294,6 +314,8 @@ WRITE: Dict[Kind, Callable[[Paper, Op], None]] = {
     Kind.PROJECT_TO_RAW: _write_project_to_raw,
     Kind.RESIDUAL_SUM: _write_map,
     Kind.RESIDUAL_GRADIENT: _write_map,
+    Kind.PLAIN: _write_plain,
+    Kind.PLAIN_GRADIENT: _write_plain,
     Kind.NORM_GRADIENT: _write_norm_gradient,
     Kind.TO_RAW: _write_map,
     Kind.ADD: _write_add,

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.errors import FULL, NoRoomError
+from cpu3d.errors import FULL, InputError, NoRoomError
 from cpu3d.inference.export.contract import OUTPUT, inputs_of
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_bytes
@@ -210,6 +210,9 @@ def _layer(
     graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]
 ) -> str:
     """The nodes of one layer of the plan; returns its output."""
+    if op.kind is LayerKind.PLAIN:
+        rule = f"--format must be savedmodel for layer {op.name}, which only TensorFlow computes"
+        raise InputError(f"{rule}, got onnx; choose it")
     weight = {
         name: graph.constant(array, f"{op.name}/{name}")
         for name, array in weights.items()

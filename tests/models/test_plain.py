@@ -1,0 +1,117 @@
+"""An operation that TensorFlow computes: trained as by the layers, counted, and exported."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cpu3d.errors import InputError
+from cpu3d.inference.export.formats import onnx_model, write_saved_model
+from cpu3d.settings import RunConfig
+from memory_estimator.job import Job
+from memory_estimator.step.layer_step import step_of
+from models import network
+from models.config import UNetConfig
+from models.native import operations
+from models.plain import PLAIN, PlainOperation
+from models.unet3d import build_unet3d
+from models.weights import network_weights
+
+GRID = (8, 8, 4)
+
+
+def mixed(values, weights):
+    """The skip, times a number of each voxel that the map from below decides."""
+    skip, below = values
+    factors = tf.nn.conv3d(below, weights["kernel"], [1] * 5, "SAME") + weights["bias"]
+    return skip * tf.sigmoid(factors)
+
+
+class Mixed(network._Network):
+    """A U-Net whose skips are mixed with what comes from below."""
+
+    def _mix(self, level, up):
+        return (f"decoder{level}_mix", "mix", (self._encoders[level].output, up))
+
+    def _decoder(self, level):
+        up = self._up(level, 0, again=False)
+        widths = self.config.decoder_widths(level)
+        skip = self._emit.plain(*self._mix(level, up), self._encoders[level].output.channels)
+        return self._block(f"decoder{level}", (skip, up), widths)
+
+    def _through_decoder(self, level, at):
+        name = f"decoder{level}"
+        block = self._decoders[level]
+        at_first, at_sum = self._through_block(block, at)
+        for index in range(2):
+            self._emit.kernel_rows(f"{name}_conv1", block.entry, index)
+        self._emit.filter_gradient(f"{name}_conv1", block.entry, at_first)
+        at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
+        at_mixed = self._at_entry(name, block.entry, 0, at_first, at_sum)
+        at_skip, more = self._emit.plain_gradients(*self._mix(level, block.entry[1]), at_mixed)
+        at_up = self._emit.add(at_up, more)
+        of_up, at_below = self._emit.up_gradients(level, 0, self._below(level), at_up)
+        self._emit.join_gradients(self._emit.up_layer(level), [of_up])
+        return at_skip, at_below
+
+
+@pytest.fixture
+def mixing(monkeypatch):
+    def weights(channels):
+        return {"kernel": (1, 1, 1, channels[1], 1), "bias": (1,)}
+
+    monkeypatch.setitem(PLAIN, "mix", PlainOperation(weights, mixed))
+    monkeypatch.setattr(network, "_Network", Mixed)
+    network.network_program.cache_clear()
+    yield
+    network.network_program.cache_clear()
+
+
+@pytest.mark.parametrize("changes", [{}, {"residual": True, "norm": "batch"}, {"up": "upsampling"}])
+def test_its_gradients_are_those_of_the_layers(mixing, changes):
+    if not operations.available():
+        pytest.skip("own operations are not built")
+    model = build_unet3d(UNetConfig(filters=4, depth=3, **changes), GRID, 2)
+    layers = tf.keras.Model(model.input, model.output)
+    rng = np.random.default_rng(0)
+    weights = [each + rng.normal(0, 0.05, each.shape) for each in model.get_weights()]
+    image = tf.constant(rng.standard_normal((2, *GRID, 4)), tf.float32)
+    found = []
+    for each in (model, layers):
+        model.set_weights(weights)
+        with tf.GradientTape() as tape:
+            tape.watch(image)
+            loss = tf.reduce_mean(tf.sigmoid(each(image, training=True)) ** 2)
+        found.append(tape.gradient(loss, [image, *model.trainable_weights]))
+    for own, expected in zip(*found):
+        assert float(tf.norm(own - expected)) < 1e-3 * float(tf.norm(expected))
+
+
+def test_its_weights_and_maps_are_counted_and_it_is_exported(mixing, tmp_path):
+    unet = UNetConfig(filters=4, depth=2, outputs=1)
+    model = build_unet3d(unet, GRID, 1)
+    named = network_weights(unet)
+    assert [weight.shape for weight in named] == [weight.shape for weight in model.weights]
+    assert {"decoder0_mix"} <= {weight.layer for weight in named}
+    for instructions in ("avx2", ""):  # by own operations, and by layers
+        step = step_of(Job(unet, GRID, threads=2), instructions)
+        names = {op.name for op in step.ops}
+        assert {"decoder0_mix", "decoder0_mix/gradient"} <= names
+    config = RunConfig(
+        label_names={0: "background", 1: "tumour"},
+        region_codes={"WT": (1,)},
+        regions=("WT",),
+        channels=("FLAIR", "T1w", "T1gd", "T2w"),
+        grid=GRID,
+        unet=unet,
+    )
+    weights = model.get_weights()
+    write_saved_model(config, weights, tmp_path / "saved")
+    image = np.random.default_rng(0).integers(1, 99, (*GRID, 4)).astype(np.float32)
+    scores = (image - image.mean((0, 1, 2))) / image.std((0, 1, 2))
+    saved = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"]
+    expected = model(scores[None].astype(np.float32))[0]
+    np.testing.assert_allclose(saved(image=tf.constant(image))["logits"], expected, atol=1e-4)
+    with pytest.raises(InputError, match="--format must be savedmodel for layer decoder0_mix"):
+        onnx_model(dataclasses.replace(config), weights)
