@@ -137,6 +137,23 @@ def comparisons_markdown(records: Sequence[Dict[str, Any]]) -> List[str]:
     return lines
 
 
+def _learning(path: Path) -> List[str]:
+    """A table of each setting: the Dice of untouched cases by the last weights of each run."""
+    lines = []
+    for record in read_records(path, "learning"):
+        regions = record["curves"][0]["points"][-1]["dice"]
+        rows = []
+        for curve in record["curves"]:
+            last = curve["points"][-1]
+            run = f"seed {curve['seed']}, fold {curve.get('fold') or '-'}"
+            dice = [f"{last['dice'][region]:.3f}" for region in regions]
+            rows.append((run, f"{last['full_steps']:.1f}", f"{last['seconds']:.0f}", *dice))
+        columns = ("run", "full steps", "seconds of steps", *regions)
+        title = f"{record['task']}, {record['name']}, {record['host']['cpu']}"
+        lines += [*Table(columns, rows, title=title, names=1).markdown(), ""]
+    return lines
+
+
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 KERNELS = ("threads", "engine_name")
 
@@ -156,6 +173,9 @@ SECTIONS = {
         lambda path: _tables(path, KERNELS, kernels_table),
     ),
 }
+
+for name in ("learning", "hippocampus", "paper-flair", "patches"):
+    SECTIONS[f"{name}.jsonl"] = (f"Learning: {name}", _learning)
 
 # Option -> the content of its file, of a folder of records.
 OF_RECORDS: Dict[str, Callable[[Path], bytes]] = {
