@@ -18,12 +18,13 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 from cpu3d.bench.step_costs import draw_policies, step_table, with_predictions
 from cpu3d.experiments.results import results_tables
 from cpu3d.util.atomic import write_bytes
-from cpu3d.util.records import listed, newest, read_records
+from cpu3d.util.records import listed
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
 from records.command import main
+from records.files import newest, read_records
 from records.kernels import draw_roofline, kernels_table
 from records.measured import accuracy_json, digest, error_table, page
 from records.validate import VALIDATION, validation

@@ -23,7 +23,7 @@ from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import append_record, newest, read_records
+from cpu3d.util.records import append_record
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import find_constants, shipped_constants
 from memory_estimator.common.schema import option
@@ -34,6 +34,7 @@ from memory_estimator.host import Host, read_host
 from memory_estimator.installed import ENGINES, how_to_install
 from memory_estimator.job import Job
 from records.command import main
+from records.files import newest, read_records
 from records.measured import (
     Measured,
     Row,

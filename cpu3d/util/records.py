@@ -6,26 +6,11 @@ import json
 import platform
 import re
 from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Hashable,
-    Iterable,
-    List,
-    Optional,
-    Sequence,
-    Sized,
-    TypeVar,
-    Union,
-)
+from typing import Any, Dict, Iterable, Optional, Sized, Union
 
-from cpu3d.errors import FULL, InputError, NoRoomError
-from memory_estimator.common.files import parse_json, read_text, reason
+from cpu3d.errors import FULL, NoRoomError
 from memory_estimator.common.units import counted
 from memory_estimator.installed import versions_of
-
-T = TypeVar("T")
 
 VERSION = "0.1.0"  # of this project
 SCHEMA = 1  # of records
@@ -55,38 +40,6 @@ def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
         raise
 
 
-def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Any] = dict) -> List[Any]:
-    """The results of `use` for the records of a kind, None left out. Raises InputError for a
-    missing file, and for a line that is damaged, of another schema or refused by `use`."""
-    path = Path(path)
-    if not path.is_file():
-        rule = f"record file {path} must exist"
-        raise InputError(f"{rule}, found none; make it with `bench` and --record {path}")
-    try:
-        lines = read_text(path).splitlines()
-    except ValueError as error:
-        rule = f"record file {path} must be text in UTF-8"
-        raise InputError(f"{rule}, got {error}; restore it") from None
-    results = []
-    for row, line in enumerate(lines, 1):
-        try:
-            record = parse_json(line)
-            if record["schema"] != SCHEMA:
-                raise ValueError(f"schema {record['schema']}")
-            if record["kind"] == kind:
-                results.append(use(record))
-        except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
-            rule = f"record {path}:{row} must be JSON of schema {SCHEMA} as `bench` writes it"
-            todo = "remove the line, or measure again"
-            raise InputError(f"{rule}, got {reason(error)}; {todo}") from None
-    return [result for result in results if result is not None]
-
-
-def newest(records: Sequence[T], key: Callable[[T], Hashable]) -> List[T]:
-    """The last record of each key, in the place of the first."""
-    return list({key(record): record for record in records}.values())
-
-
 def listed(items: Iterable[Any]) -> str:
     """ "a, b and c"; one item alone as it is."""
     words = list(map(str, items))
@@ -98,11 +51,6 @@ def listed(items: Iterable[Any]) -> str:
 def without_passwords(text: str) -> str:
     """`text` with *** for the password of a URI in it."""
     return re.sub(r"(://[^:/@\s]*:)\S*@", r"\1***@", text)
-
-
-def number(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def plus_minus(mean: float, sd: Optional[float], digits: int) -> str:

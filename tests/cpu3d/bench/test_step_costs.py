@@ -20,12 +20,12 @@ from cpu3d.bench.step_costs import (
     step_table,
 )
 from cpu3d.errors import InputError
-from cpu3d.util.records import read_records
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
 from models.config import POLICIES, UNetConfig
+from records.files import read_records
 from tests.memory_estimator.test_job import write_plan
 
 MIB = 2**20

@@ -16,7 +16,7 @@ from cpu3d.report.status import set_status
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import of_kind
-from cpu3d.util.records import read_records
+from records.files import read_records
 from records.tables import comparisons_markdown
 from tests.cpu3d.runs import run_command, shown_cases
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from cpu3d.errors import InputError, NoRoomError
-from cpu3d.util.records import append_record, listed, newest, number, plus_minus, read_records
+from cpu3d.util.records import append_record, listed, plus_minus
+from records.files import newest, read_records
 
 
 def test_records_are_appended_and_read_by_their_kind(tmp_path):
@@ -40,9 +41,8 @@ def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
         read_records(tmp_path / "none", "step")
 
 
-def test_numbers_are_as_long_as_a_table_needs_them():
+def test_lists_and_deviations_are_written_for_a_reader():
     assert [listed(items) for items in ([1], "ab", ["a", "b", 3])] == ["1", "a and b", "a, b and 3"]
-    assert [number(value) for value in (0.12345, 99.4, 1234.4)] == ["0.123", "99.4", "1,234"]
     assert (plus_minus(0.9124, 0.0041, 3), plus_minus(0.9124, None, 2)) == (
         "0.912 \u00b1 0.004",
         "0.91",
