@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
 from cpu3d.data.fold import deal, parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
@@ -176,6 +177,12 @@ def dataset(tmp_path):
 def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patient):
     known, rule = patient_of(case_id, more={})
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
+
+
+def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(dataset):
+    found = read_dataset(dataset("UCSF-PDGM-0001", "UCSF-PDGM-0001_FU002d", "UCSF-PDGM-0002"))
+    assert [case.patient_id for case in found.cases] == [f"UCSF-PDGM-000{n}" for n in (1, 1, 2)]
+    assert [rule == UNKNOWN for rule in found.patient_rules.values()] == [False, False, True]
 
 
 def test_two_names_that_begin_alike_are_shown_where_names_do_not_tell_the_patient(
