@@ -55,7 +55,7 @@ from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
 from cpu3d.run.checkpoint import is_over
 from cpu3d.run.config_json import load_config
-from cpu3d.run.folds import COMPARISON, CONFIG, FILE, SCHEMA, Folds, fold_folder, save_folds
+from cpu3d.run.folds import COMPARISON, SCHEMA, Folds, fold_folder, save_folds
 from cpu3d.settings import SETTINGS, as_options, recipe_settings
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -237,9 +237,6 @@ def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
         return kept, budget.words(baseline)
     if options.out.is_dir() and not is_untouched(options.out, COMPARISON):
         got = f"{min(path.name for path in options.out.iterdir())} in it"
-        for name, kind in ((CONFIG, "a run"), (FILE, "a folder of folds")):
-            if (options.out / name).is_file():
-                got = kind
         rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
         raise InputError(f"{rule}, got {got}; choose another")
     plan = planned_variants(variants, store, folds, budget, validations, force=options.force)

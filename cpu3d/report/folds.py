@@ -25,7 +25,7 @@ from cpu3d.inference.scores_file import (
     scores_table,
 )
 from cpu3d.pages.page import page_file
-from cpu3d.report.pictures import Figures, score_pictures, strips
+from cpu3d.report.pictures import score_pictures
 from cpu3d.report.runs import Page, RunFiles, read_run, runs_table
 from cpu3d.report.sections import (
     CHANGED_LABELS,
@@ -76,7 +76,7 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
     cases: List[Element] = []
     splits: List[Element] = []
     if answers:
-        scores = [_scores_table(answers), WEIGHTS_NOTE, _score_pictures(answers)]
+        scores = [_scores_table(answers), WEIGHTS_NOTE, score_pictures(answers.scores)]
         if files.store:
             predictions = scores_path(files.folder, SPLIT).parent / PREDICTIONS
             name = "prediction out of fold"
@@ -250,10 +250,3 @@ def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
         "The rules of the folds together, in the last column, are decided on all cases.",
         names=1,
     )
-
-
-def _score_pictures(answers: OutOfFold) -> Figures:
-    """Every case as a dot, by fold and by region."""
-    title = "Mean Dice of every case, by fold"
-    picture = strips(_dice(answers), title=title, y_label="Dice", y_range=(-0.02, 1.02))
-    return [(title, picture), *score_pictures(answers.scores)]

@@ -101,15 +101,7 @@ def strips(
     """One column per name: every value as a dot, and the quartiles as a box. PNG bytes."""
     figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
-    grey = {"color": "#555555"}
-    box_style = {
-        "widths": 0.55,
-        "showfliers": False,
-        "medianprops": {"color": "#222222", "linewidth": 1.6},
-        "boxprops": grey,
-        "whiskerprops": grey,
-        "capprops": grey,
-    }
+    box_style = {"widths": 0.55, "showfliers": False, "medianprops": {"color": "#222222"}}
     dot_style = {"alpha": 0.75, "markersize": 4.5, "markeredgewidth": 0}
     for position, (name, column) in enumerate(values.items()):
         y = np.asarray(column, float)

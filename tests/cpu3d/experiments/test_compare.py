@@ -119,18 +119,11 @@ def test_a_damaged_file_of_a_case_to_score_is_named_before_anything_is_trained(
     assert commands.seen() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("notes.txt", "notes.txt in it"),
-        ("config.json", "a run"),
-        ("folds.json", "a folder of folds"),
-    ],
-)
-def test_a_folder_of_something_else_is_refused_and_left_as_it_is(commands, chosen, out, name, kind):
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "folds.json"])
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(commands, chosen, out, name):
     out.mkdir()
     (out / name).write_text("{}")
-    with pytest.raises(InputError, match=f"must be empty or hold a compare.json, got {kind};"):
+    with pytest.raises(InputError, match=f"must be empty or hold a compare.json, got {name} in it"):
         compare(*chosen, "--minutes", 0.2)
     assert [path.name for path in out.iterdir()] == [name]
 

@@ -56,7 +56,7 @@ def uncut(phantom_store, tmp_path_factory):
 def without_pictures(monkeypatch):
     """Pages without drawn pictures, which take most of their time: the page of
     `test_each_case_is_scored_once_by_the_fold_that_held_it_out` has them."""
-    for name in ("folds.strips", "runs.chart", "pictures.strips"):
+    for name in ("runs.chart", "pictures.strips"):
         monkeypatch.setattr(f"cpu3d.report.{name}", lambda *data, **options: b"no picture")
 
 
