@@ -119,6 +119,18 @@ def test_packed_and_cropped_files_come_back_to_the_byte(
         assert content_of(store) == before
 
 
+def test_a_lost_record_does_not_come_back_with_other_voxels(grown, tmp_path):
+    store = grown()
+    before = (store / "manifest.json").read_bytes()
+    lose(store, "record", 1)
+    write_nifti(tmp_path / "first/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
+    with pytest.raises(InputError, match="BRATS_001 must get back the voxels of store"):
+        append(store, tmp_path / "first", workers=1)
+    assert (store / "manifest.json").read_bytes() == before
+    with pytest.raises(InputError, match=r"BRATS_001\.json must .*, got other bytes"):
+        open_store(store)
+
+
 def test_an_edited_record_is_refused_and_made_again(grown, tmp_path):
     store = grown()
     before = content_of(store)
