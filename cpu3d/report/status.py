@@ -43,7 +43,7 @@ from cpu3d.run.heartbeat import (
     read_heartbeats,
 )
 from cpu3d.run.log import FINISHED, last_end
-from cpu3d.run.summary import RECENT, median
+from cpu3d.run.summary import median
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
@@ -296,7 +296,7 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         text += f", about {left} left{_until(status.seconds_left)}"
     lines = [("step", text)]
     if status.loss is not None:
-        lines.append((f"mean of {RECENT} steps", f"loss {status.loss:.3f}, {_dice(status.dice)}"))
+        lines.append(("recent steps", f"loss {status.loss:.3f}, {_dice(status.dice)}"))
     validation = status.validation
     if validation:
         text = _dice(validation.get("dice") or {})

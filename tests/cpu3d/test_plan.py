@@ -91,15 +91,6 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
         assert figure in text
 
 
-@pytest.mark.parametrize(("flip", "times"), [(True, 1), (False, 0)])
-def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path, flip, times):
-    names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
-    manifest = dataclasses.replace(phantom_store.manifest, labels=names)
-    store = Store(phantom_store.folder, manifest)
-    lines = plan_lines(planned(store, tmp_path, flip=flip), HOST)
-    assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
-
-
 def test_a_run_keeps_its_stores_order_of_painting_for_the_regions_that_it_learns(tmp_path):
     store = make_store(tmp_path / "store", tmp_path / "source")
     paint = (("WT", 2), ("TC", 2), ("ET", 3))
@@ -373,18 +364,6 @@ def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
     assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
 
 
-@pytest.mark.parametrize(("slices", "grid"), [(8, 6), (6, 6), (2, 2)])
-def test_a_patch_is_cut_to_volumes_that_other_strides_would_pad(tiny_store, tmp_path, slices, grid):
-    """The volumes have 12 x 8 x 6 voxels, of which all axes halved twice would make 12 x 8 x 8."""
-    options = {"mode": "patch", "strides": ((2, 2, 1), (2, 2, 1))}
-    plan = planned(tiny_store, tmp_path, patch=(8, 8, slices), **options)
-    assert plan.config.grid == (8, 8, grid)
-    assert ("patch" in plan.reasons) == (slices > grid)
-    for patch in ((8, 8, 12), (16, 8, 6)):
-        with pytest.raises(InputError, match="must fit into the volumes of 12 8 6"):
-            planned(tiny_store, tmp_path, patch=patch, **options)
-
-
 # --- The strides ---
 
 
@@ -514,13 +493,6 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     of_shape = estimated("--shape", *box, "--spacing", *THICK, "--depth", depth)
     assert of_shape["strides"] == of_store["strides"]
     assert of_shape["job"]["shape"] == list(plan.config.grid)
-
-
-def test_an_estimate_of_a_recipe_for_a_card_is_of_a_cpu(phantom_store, capsys):
-    options = ["--store", str(phantom_store.folder), "--recipe", "gpu-patch"]
-    assert estimator.main([*options, "--json"]) == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "the recipe is for gpu:0: a CPU is estimated" in notes
 
 
 @pytest.mark.parametrize(

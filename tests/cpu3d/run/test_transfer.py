@@ -12,22 +12,19 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.phantoms.command import write_phantom
-from cpu3d.data.sampling import Share
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 from cpu3d.experiments.folds import train_folds
-from cpu3d.inference.predictor import load_predictor, load_weights
+from cpu3d.inference.predictor import load_predictor
 from cpu3d.plan import make_plan
 from cpu3d.report.report import write_report
 from cpu3d.run.checkpoint import load_checkpoint, newest, save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
-from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
 from models.strides import strides_text
-from models.unet3d import build_unet3d
 from models.weights import network_weights
 from tests.cpu3d.runs import (
     HOST,
@@ -36,7 +33,6 @@ from tests.cpu3d.runs import (
     assert_same_run,
     decided,
     of_voxels,
-    steps_of,
     written_weights,
 )
 
@@ -200,22 +196,6 @@ def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, tmp_pat
     assert plan.config.init_record.fresh_layers == ("head1",)
     key = ("head1", "kernel")
     np.testing.assert_array_equal(first[key], fresh[key])
-
-
-def test_the_loss_of_the_first_step_is_that_of_the_weights_it_starts_from(
-    phantom_store, source, tmp_path
-):
-    settings = {**OF_SOURCE, "steps": 1, "init": str(source)}
-    run = tmp_path / "run"
-    config = train(phantom_store.folder, run, settings=settings)
-    feeds = Feeds(phantom_store, config, Share(0, 1, 1))
-    image, target = next(iter(feeds.training(0, 1, lambda name: None)))
-    _, weights = load_weights(load_config(source), weights_file(source, "best"))
-    network = build_unet3d(config.unet, config.grid, 1)
-    network.set_weights(weights)
-    loss, _, _ = network.loss_and_gradients(config.loss, image, target)
-    (step,) = steps_of(run)
-    assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
 # --- What stays ---

@@ -402,24 +402,6 @@ def test_a_run_cut_after_any_step_ends_with_the_same_weights(
     assert whole == cut
 
 
-@pytest.mark.parametrize(
-    ("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 13), (16, 24, 13), (10, 16, 13)]
-)
-def test_a_run_of_another_length_keeps_the_coarse_steps_it_has_done(
-    phantom_store, tmp_path, done, steps, coarse
-):
-    fit = start(phantom_store, tmp_path, **HALF, save_minutes=0.0)
-    fit.steps = done  # as if it was cut there
-    fit.run()
-    fit = start(phantom_store, tmp_path, **{**HALF, "steps": steps})
-    assert (fit.step, fit.config.coarse_steps) == (done, coarse)
-    fit.run()
-    full = math.prod(fit.config.grid)
-    assert [each["step"] for each in steps_of(tmp_path) if each["voxels"] == full] == list(
-        range(coarse + 1, steps + 1)
-    )
-
-
 def state_of(number, coarse_steps=0, **more):
     """The state of a run after that step, as a checkpoint keeps it."""
     state = {
@@ -430,16 +412,6 @@ def state_of(number, coarse_steps=0, **more):
         "trained_s": 1.0,
     }
     return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
-
-
-@pytest.mark.parametrize(("done", "steps"), [(10, 10), (13, 13)])
-def test_a_run_that_would_end_at_half_the_resolution_is_refused(
-    phantom_store, tmp_path, done, steps
-):
-    arrays = start(phantom_store, tmp_path, **HALF).learner.arrays()
-    write_next(tmp_path, done, arrays, state_of(done, coarse_steps=13), keep=1)
-    with pytest.raises(InputError, match=rf"steps must be above the {done} .* got {steps}"):
-        start(phantom_store, tmp_path, **{**HALF, "steps": steps})
 
 
 def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, without_gain):

@@ -22,9 +22,8 @@ from cpu3d.experiments.folds import train_folds
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
-from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import newest
-from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
@@ -35,7 +34,6 @@ from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from memory_estimator.installed import how_to_install
 from tests.cpu3d.runs import (
-    HOST,
     SMALL,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_weights,
@@ -369,14 +367,6 @@ def test_a_run_is_not_written_among_data(phantom_store, tmp_path, capsys, name, 
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("name", ["dataset.json", "imagesTr", "manifest.json"])
-def test_a_run_that_was_begun_among_data_goes_on(phantom_store, tmp_path, name):
-    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path), "--dry-run"]
-    save_config(make_plan(phantom_store, tmp_path, HOST, {"filters": 2}).config, tmp_path)
-    (tmp_path / name).mkdir()
-    assert main(["train", *place]) == 0
-
-
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])
 def test_a_run_that_cannot_be_written_is_refused_before_anything_is_planned(
     phantom_store, tmp_path, capsys, place
@@ -586,47 +576,3 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
     assert dice["WT"] >= 0.95
     assert dice["TC"] >= 0.90
     assert dice["ET"] >= 0.80
-
-
-@pytest.mark.slow
-def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_every_command(
-    real_cases, tmp_path
-):
-    case = real_cases / "brats2018-style" / "TCGA-DU-7294"
-    run = tmp_path / "run"
-    prepare(case.parent, tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    settings = {
-        "epochs": 30,
-        "augment": "off",
-        "learning_rate": 0.02,
-        "dtype": "float32",
-    }
-    train(tmp_path / "store", run, settings=settings)
-    dice = dice_of(run)
-    assert dice["WT"] >= 0.85
-    assert dice["TC"] >= 0.75
-    assert dice["ET"] == 1, "there is none, and none is found"
-    assert (
-        main(
-            [
-                "predict",
-                "--run",
-                str(run),
-                "--image",
-                str(case),
-                "--out",
-                str(tmp_path / "predicted"),
-            ]
-        )
-        == 0
-    )
-    predicted = tmp_path / "predicted" / f"{case.name}.nii.gz"
-    truth, answer = (nibabel.load(path) for path in (case / f"{case.name}_seg.nii.gz", predicted))
-    np.testing.assert_array_equal(answer.affine, truth.affine)
-    assert set(np.unique(answer.dataobj)) <= {0, 1, 2}
-    page = tmp_path / "page.html"
-    assert (
-        main(["view", "--image", str(case), "--prediction", str(predicted), "--out", str(page)])
-        == 0
-    )
-    assert page.stat().st_size <= 3 * 2**20
