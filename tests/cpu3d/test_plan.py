@@ -364,6 +364,18 @@ def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
     assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
 
 
+@pytest.mark.parametrize(("slices", "grid"), [(8, 6), (6, 6), (2, 2)])
+def test_a_patch_is_cut_to_volumes_that_other_strides_would_pad(tiny_store, tmp_path, slices, grid):
+    """The volumes have 12 x 8 x 6 voxels, of which all axes halved twice would make 12 x 8 x 8."""
+    options = {"mode": "patch", "strides": ((2, 2, 1), (2, 2, 1))}
+    plan = planned(tiny_store, tmp_path, patch=(8, 8, slices), **options)
+    assert plan.config.grid == (8, 8, grid)
+    assert ("patch" in plan.reasons) == (slices > grid)
+    for patch in ((8, 8, 12), (16, 8, 6)):
+        with pytest.raises(InputError, match="must fit into the volumes of 12 8 6"):
+            planned(tiny_store, tmp_path, patch=patch, **options)
+
+
 # --- The strides ---
 
 
