@@ -7,7 +7,7 @@ library.native_run(None, call)  # 0; None is the best instruction set
 
 import ctypes
 from pathlib import Path
-from typing import Any, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 from models.native import library as libraries
 from models.native.library import DTYPE_CODES
@@ -46,6 +46,7 @@ def load(path: Union[str, Path]) -> ctypes.CDLL:
     """The library of `build.Libraries.kernels`. Raises OSError as `library.load`."""
     library = libraries.load(path)
     library.native_run.argtypes = (ctypes.c_char_p, ctypes.POINTER(Operation))
+    library.native_scratch.argtypes = (ctypes.c_char_p, ctypes.POINTER(Operation))
     library.native_kernels.argtypes = (ctypes.c_char_p, ctypes.c_int)
     library.native_kernels.restype = ctypes.c_void_p
     library.native_time_on_paper.argtypes = (ctypes.c_int,)
@@ -77,6 +78,20 @@ def operation(
     for name, array in arrays.items():
         setattr(made, name, pointer(array))
     return made
+
+
+def scratch_of(
+    library: ctypes.CDLL, instructions: str, call: Operation, l2_bytes: int
+) -> Optional[Tuple[int, int, int, float]]:
+    """What an operation takes besides its maps with an instruction set, on any CPU: threads that
+    keep memory, bytes of each of them, bytes that pass on, and the share of all threads' time in
+    which they compute. None if the library is not built for the instruction set."""
+    answer = (ctypes.c_size_t * 4)(l2_bytes)
+    call.scratch = ctypes.addressof(answer)
+    if library.native_scratch(instructions.encode(), ctypes.byref(call)):
+        return None
+    threads, kept_bytes, passing_bytes, millionths = answer
+    return threads, kept_bytes, passing_bytes, millionths / 1e6
 
 
 def pointer(array: Any) -> Any:

@@ -16,7 +16,9 @@ enum { MOST_ROWS = 8 };     /* neighbours that are multiplied at once */
 /* sum + weights * (the unit, spread over all lanes) */
 ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 {
-#ifdef BFLOAT16_ROWS
+#if defined BFLOAT16_ROWS && !defined __AVX512BF16__
+    return sum; /* compiled for answers alone: build.py */
+#elif defined BFLOAT16_ROWS
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights,
                                  (__m512bh)_mm512_set1_epi32((int)spread));
 #else
@@ -24,7 +26,7 @@ ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 #endif
 }
 
-#ifdef __AVX512F__
+#if LANES == 16
 enum { MOST_SUMS = MOST_TILES_OF_16_LANES, CHANNELS_AT_ONCE = 16 };
 #else
 enum { MOST_SUMS = MOST_TILES_OF_8_LANES, CHANNELS_AT_ONCE = 4 };
@@ -254,8 +256,7 @@ static struct job job_of(const struct operation *op)
 }
 
 /* A thread keeps a ring of rows, two formed rows, and sums of the streams of a row, or of as many
-   as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
-   memory_estimator/step/scratch.py has all as a formula. */
+   as are multiplied at once: at most 64 tiles. What else an operation takes passes on. */
 static void set_memory(struct job *j)
 {
     int is_gradient = j->op->kind == FILTER_GRADIENT;
@@ -265,7 +266,7 @@ static void set_memory(struct job *j)
     j->gradient_units = is_gradient ? units_of_row(j->gradient_width, j->tiles) : 0;
 
     long y_bytes = (long)(sizeof(unit) * (3 * j->row_units + j->gradient_units));
-    long rows = l2_budget(RING_PERMILLE) / y_bytes - 2; /* of a band, beside its two borders */
+    long rows = l2_budget(j->op, RING_PERMILLE) / y_bytes - 2; /* of a band, beside its two borders */
     int most = rows < 1 ? 1 : least(rows, j->cut.rows);
     long bands = ceil_div(j->cut.rows, most);
     j->y_rows = (int)ceil_div(j->cut.rows, bands); /* all are about equal */

@@ -64,7 +64,6 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* memory_estimator/step/direct.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op, .made = made_of(op)};
@@ -103,7 +102,7 @@ static struct job job_of(const struct operation *op)
     j.is_whole = op->channels[0] % 16 == 0 && op->channels[1] % 16 == 0;
     j.cut = cut_for(op, &j);
     /* Three planes of them; the one that is formed ahead comes on top. */
-    long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes);
+    long rows = l2_budget(op, DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes);
     rows -= 2; /* of a band, beside its two borders */
     int most = rows < MOST_TILE_ROWS ? MOST_TILE_ROWS : least(rows, j.cut.rows);
     int bands = ceil_div(j.cut.rows, most);

@@ -83,12 +83,11 @@ static struct job job_of(const struct operation *op)
 
 /* Rows and planes that are taken at a time, so many that they stay in the cache L2: there are two
    planes of values more than of gradients; and of values a row more on each side, and a line that
-   the last shift reads. The gradients that are formed ahead come on top.
-   memory_estimator/step/direct.py has the bytes as a formula. */
+   the last shift reads. The gradients that are formed ahead come on top. */
 static void set_memory(struct job *j)
 {
     long arrays = j->cut.inputs * j->copies; /* of values, in a plane */
-    long budget = l2_budget(POSITIONS_PERMILLE);
+    long budget = l2_budget(j->op, POSITIONS_PERMILLE);
     long borders = 3 * arrays * 64 * (j->pitch + 1);
     long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j->cut.outputs)) * 32 / j->pitch;
     int most = rows < 1 ? 1 : least(rows, j->cut.rows);

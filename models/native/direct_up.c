@@ -32,7 +32,6 @@ struct job {
     double *totals; /* of every position: [batch][2][width of the map that is made] */
 };
 
-/* memory_estimator/step/direct.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op, .cut = cut_of_rows(rows_of_all(op), op->threads)};

@@ -37,7 +37,6 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* memory_estimator/step/direct.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op};
@@ -52,7 +51,7 @@ static struct job job_of(const struct operation *op)
 
     int arrays = j.cut.inputs + j.taps * j.cut.outputs;
     long row_bytes = (long)arrays * 32 * j.pitch;
-    long fitting = l2_budget(POSITIONS_PERMILLE) / row_bytes;
+    long fitting = l2_budget(op, POSITIONS_PERMILLE) / row_bytes;
     long rows = ceil_div(ENOUGH_STEPS * 32, j.pitch);
     rows = rows < j.cut.planes ? rows : j.cut.planes;
     rows = rows < fitting ? rows : fitting;

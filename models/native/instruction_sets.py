@@ -18,6 +18,11 @@ class InstructionSet:
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
     @property
+    def definitions(self) -> Tuple[str, ...]:
+        """Those of `options` that are no instructions."""
+        return tuple(option for option in self.options if option.startswith("-D"))
+
+    @property
     def bfloat16_alone(self) -> bool:
         """Whether it multiplies bfloat16 values, and has no kernels for float32 maps."""
         return "-DBFLOAT16_ROWS" in self.options

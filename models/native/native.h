@@ -29,10 +29,11 @@ enum { SCALE, SHIFT, FLOOR, MEAN, RSTD, COEFFICIENTS = 6, OF_GRADIENT = 3, OF_RA
    Where a byte is IGNORED the logit is in no sum, whatever it is, and its gradient is 0. */
 enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, FACTORS = TRUE };
 
-/* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of
-   them keeps, and the bytes that pass to the next operation. memory_estimator/step/scratch.py has
-   the same as a formula. */
-enum { KEEPING_THREADS, KEPT_BYTES, PASSING_BYTES, SCRATCH };
+/* What an operation answers when it is asked for its scratch, the memory besides its maps: the
+   threads that keep some, the bytes that each of them keeps, the bytes that pass to the next
+   operation; and the millionths of all threads' time in which they compute and do not wait for the
+   largest piece. The question has the bytes of a core's cache L2 in the first place. */
+enum { KEEPING_THREADS, KEPT_BYTES, PASSING_BYTES, BUSY_MILLIONTHS, SCRATCH, L2_BYTES = 0 };
 
 struct operation {
     int kind; /* of shared.py, which says what each takes and makes */
@@ -55,13 +56,14 @@ struct operation {
 
 /* Whether an operation is asked for its scratch alone, which is then written. */
 static inline int asks_for_scratch(const struct operation *op, size_t threads, size_t kept_bytes,
-                                   size_t passing_bytes)
+                                   size_t passing_bytes, double busy)
 {
     if (!op->scratch)
         return 0;
     op->scratch[KEEPING_THREADS] = threads;
     op->scratch[KEPT_BYTES] = kept_bytes;
     op->scratch[PASSING_BYTES] = passing_bytes;
+    op->scratch[BUSY_MILLIONTHS] = (size_t)(busy * 1e6);
     return 1;
 }
 

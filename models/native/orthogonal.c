@@ -275,17 +275,21 @@ static void scale_gram(struct job *j)
     j->scale = (float)__builtin_sqrt((longer > 1 ? longer : 1) / trace);
 }
 
-/* How many threads have enough to do: memory_estimator/step/scratch.py has the same. */
-static int threads_for(const struct job *j, int most)
+/* Blocks of a symmetric matrix. */
+static int symmetric_blocks(const struct job *j)
 {
     int across = j->width / COLUMNS;
-    int blocks = COLUMNS / ROWS * across * (across + 1) / 2; /* of a symmetric matrix */
-    int threads = least(blocks / ORTHOGONAL_BLOCKS, most);
+    return COLUMNS / ROWS * across * (across + 1) / 2;
+}
+
+/* How many threads have enough to do. */
+static int threads_for(const struct job *j, int most)
+{
+    int threads = least(symmetric_blocks(j) / ORTHOGONAL_BLOCKS, most);
     return threads < 1 ? 1 : threads;
 }
 
-/* The name that build.py gives to that of an instruction set. memory_estimator/step/scratch.py has
-   the bytes as a formula. */
+/* The name that build.py gives to that of an instruction set. */
 int ORTHOGONALIZE(const struct operation *op)
 {
     struct job j = {.matrix = op->maps[0], .result = op->map};
@@ -302,7 +306,8 @@ int ORTHOGONALIZE(const struct operation *op)
     size_t square = (size_t)j.width * j.width; /* floats */
     size_t packed = j.width / PANEL * j.tall_panel;
     size_t bytes = sizeof(float) * (packed + 5 * square);
-    if (asks_for_scratch(op, 0, 0, bytes))
+    double largest = ceil_div(symmetric_blocks(&j), j.threads); /* blocks of a thread, at most */
+    if (asks_for_scratch(op, 0, 0, bytes, symmetric_blocks(&j) / largest / op->threads))
         return 0;
     j.panels = passing_memory(bytes);
     if (!j.panels)

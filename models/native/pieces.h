@@ -12,7 +12,7 @@
 /* --- The cut --- */
 
 /* What can be cut, and what it costs: the unit is what it takes to form a row of a block of 16
-   channels. memory_estimator/step/cut.py has the same. */
+   channels. */
 struct work {
     long planes; /* of all samples */
     int rows;    /* of a plane */
@@ -116,6 +116,14 @@ static struct cut cut_of(const struct work *w, int threads)
     return best;
 }
 
+/* The share of all threads' time in which they compute: the cost of all in one piece over that of
+   the largest piece on every thread. */
+static double busy_share(const struct cut *cut, int threads)
+{
+    struct cut whole = cut_into(&cut->work, 1, 1, 1, 1);
+    return (double)cost_of(&whole, 1) / threads / cost_of(cut, least(threads, MOST_THREADS));
+}
+
 /* Where share `number` of `count` about equal ones begins. */
 static long share(long whole, int number, int count) { return whole * number / count; }
 
@@ -198,9 +206,9 @@ static int next_band(struct band *band, const struct operation *op, const struct
 }
 
 /* Bytes of a core's cache L2 that a thread's rows may take. */
-static long l2_budget(int permille)
+static long l2_budget(const struct operation *op, int permille)
 {
-    long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    long bytes = op->scratch ? (long)op->scratch[L2_BYTES] : sysconf(_SC_LEVEL2_CACHE_SIZE);
     return (bytes > 0 ? bytes : DEFAULT_L2_BYTES) * permille / 1000;
 }
 
@@ -361,7 +369,7 @@ static int run_pieces(struct job *job, const struct steps *steps)
     if (steps->reads_neighbours)
         run.piece_saved = saved_bytes(op, steps->cut);
     size_t passing = steps->passing + pieces * run.piece_saved;
-    if (asks_for_scratch(op, pieces, steps->kept, passing))
+    if (asks_for_scratch(op, pieces, steps->kept, passing, busy_share(steps->cut, op->threads)))
         return 0;
     if (passing) {
         char *memory = passing_memory(passing);

@@ -73,17 +73,20 @@ static int is_intel(void)
 
 /* --- The instruction sets --- */
 
-/* NULL if the compiler does not know the instruction set. */
-#define DECLARE(set, ...) extern const struct kernels kernels_##set __attribute__((weak));
+/* NULL if the compiler does not know the instruction set. The answers are the same sources for any
+   machine: they are asked for scratch alone. */
+#define DECLARE(set, ...) \
+    extern const struct kernels kernels_##set __attribute__((weak)); \
+    extern const struct kernels answers_##set __attribute__((weak));
 EACH_INSTRUCTION_SET(DECLARE)
 
 static const struct set {
     const char *name;
-    const struct kernels *kernels;
+    const struct kernels *kernels, *answers;
     const char *needs; /* names of `flags` */
     int bfloat16_alone, slow_on_intel, by_name_alone;
 } sets[] = {/* the fastest first */
-#define ROW(set, ...) {#set, &kernels_##set, __VA_ARGS__},
+#define ROW(set, ...) {#set, &kernels_##set, &answers_##set, __VA_ARGS__},
             EACH_INSTRUCTION_SET(ROW)};
 enum { SETS = sizeof sets / sizeof *sets };
 
@@ -197,6 +200,14 @@ int native_run(const char *name, const struct operation *operation)
 {
     const struct kernels *kernels = native_kernels(name, operation->dtype);
     return kernels ? kernels->run(operation) : -2;
+}
+
+/* Asks an operation by kernels of this name for its scratch, on any machine: 0; -2 if the library
+   has no such kernels. */
+int native_scratch(const char *name, const struct operation *operation)
+{
+    const struct set *set = set_named(name);
+    return set && set->answers ? set->answers->run(operation) : -2;
 }
 
 /* `products` of native.h; 0 without kernels of this name. */

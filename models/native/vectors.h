@@ -8,12 +8,16 @@
 #include <string.h>
 #include "native.h"
 
+#ifndef LANES /* named to the compiler for answers alone: build.py */
 #ifdef __AVX512F__
 #define LANES 16
 #else
 #define LANES 8
 #endif
+#endif
+#ifndef ALWAYS_INLINE
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+#endif
 /* A loop that has all registers: inlined into a large function it is up to 6 % slower. */
 #define NEVER_INLINE static __attribute__((noinline))
 
@@ -127,6 +131,8 @@ ALWAYS_INLINE vec at_least(vec value, vec floor)
 {
 #ifdef __AVX512F__
     return (vec)_mm512_max_ps((__m512)floor, (__m512)value);
+#elif !defined __AVX__
+    return choose(floor > value, floor, value);
 #else
     return (vec)_mm256_max_ps((__m256)floor, (__m256)value);
 #endif
