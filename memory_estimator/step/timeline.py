@@ -47,7 +47,7 @@ class Tensor:
 class OwnOperation:
     """An own operation in the terms of models/native/native.h, for its memory besides the maps."""
 
-    kind: str  # of `scratch.OWN_KINDS`
+    kind: str  # of `models.native.shared.KINDS`
     batch: int
     grid: Tuple[int, int, int]  # voxels X, Y, Z; of two grids the coarser
     channels: int  # of the maps, those of two that are joined together

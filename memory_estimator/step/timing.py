@@ -9,8 +9,7 @@ from typing import Dict, Tuple
 
 from memory_estimator.calibration import FEATURES, WORK, HostConstants
 from memory_estimator.job import Job
-from memory_estimator.step.cut import round_up
-from memory_estimator.step.scratch import cut_for
+from memory_estimator.step.scratch import busy_share
 from memory_estimator.step.timeline import Program, StepOp
 
 LANES = 16  # channels are written in blocks of so many
@@ -27,19 +26,11 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
         for feature, amount in features(op).items():
             cost = speeds[op.kind][feature]
             if feature in WORK:
-                cost *= busy_share(op, constants, constants.threads)
-                cost /= busy_share(op, constants, job.threads)
+                cost *= busy_share(op, constants.threads, constants.instructions)
+                cost /= busy_share(op, job.threads, constants.instructions)
             op_s += cost * amount
         seconds.append(op_s)
     return tuple(seconds)
-
-
-def busy_share(op: StepOp, constants: HostConstants, threads: int) -> float:
-    """The share of so many threads' time in which they compute the pieces of an operation, and do
-    not wait for the largest; 1 of TensorFlow's operations, which are taken to divide evenly."""
-    if op.own is None or not constants.instructions:
-        return 1.0
-    return cut_for(op.own, threads, constants.instructions, op.is_in_place).efficiency
 
 
 def step_busy_share(program: Program, constants: HostConstants, job: Job) -> float:
@@ -51,7 +42,7 @@ def step_busy_share(program: Program, constants: HostConstants, job: Job) -> flo
         costs = features(op).items()
         op_s = sum(speeds[op.kind][name] * amount for name, amount in costs if name in WORK)
         even_s += op_s
-        cut_s += op_s / busy_share(op, constants, job.threads)
+        cut_s += op_s / busy_share(op, job.threads, constants.instructions)
     return even_s / cut_s if cut_s else 1.0
 
 
@@ -73,8 +64,8 @@ def features(op: StepOp) -> Dict[str, float]:
     """
     counted = {"traffic": float(op.traffic_bytes), "work": float(op.flops)}
     if "work, values" in FEATURES[op.kind]:
-        read = round_up(op.in_channels, FEWEST)
-        written = round_up(op.out_channels, LANES)
+        read = -(-op.in_channels // FEWEST) * FEWEST
+        written = -(-op.out_channels // LANES) * LANES
         voxels = op.flops / (54 * op.in_channels * op.out_channels)
         counted = {"work": 54 * voxels * read * written, "work, values": voxels * (read + written)}
     return {feature: counted[feature] for feature in FEATURES[op.kind]}

@@ -10,13 +10,28 @@ from dataclasses import replace
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.scratch import costs_of
 from memory_estimator.step.timeline import Group, OwnOperation, Program, StepOp
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.network import network_program
 from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, needed
 
+COSTS = {
+    Kind.CONVOLVE: "convolve",
+    Kind.INPUT_GRADIENT: "input_gradient",
+    Kind.FILTER_GRADIENT: "filter_gradient",
+    Kind.UP_CONVOLVE: "up",
+    Kind.UP_INPUT_GRADIENT: "up",
+    Kind.UP_FILTER_GRADIENT: "up",
+    Kind.PROJECT: "project",
+    Kind.PROJECT_GRADIENT: "project",
+    Kind.PROJECT_SUMS: "project",
+    Kind.PROJECT_TO_RAW: "project",
+    Kind.LOSS_SUMS: "loss",
+    Kind.LOSS_SLOPE: "loss",
+}
+"""Kinds of operations whose work counts -> what they cost, of `calibration.FEATURES`; the others
+pass over maps."""
 TAPS = {"pass": 0, "project": 1, "up": 1}
 """Of filters for a voxel of the finer grid, by the kind of costs; others have 27."""
 PLAIN_MAPS = 4  # of an operation by TensorFlow: times its maps in float32
@@ -61,6 +76,11 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
     paper.write(loss_program(network.logits).sums)
     return writer.program().ops
+
+
+def costs_of(kind: Kind) -> str:
+    """What a kind of operations costs, of `calibration.FEATURES`."""
+    return COSTS.get(kind, "pass")
 
 
 def _needed_backward(network: NetworkProgram, trained: Sequence[str]) -> Sequence[Op]:

@@ -3,7 +3,6 @@ by kernel."""
 
 from typing import Any, Dict, Optional, Sequence
 
-from memory_estimator.step.scratch import OWN_KINDS
 from memory_estimator.step.timeline import Group, OwnOperation, Tensor
 from memory_estimator.step.writer import Writer, matrix_shape
 from models.layer_plan import LayerOp
@@ -147,8 +146,7 @@ class _Paper(Weight):
         # Symmetric: half of each product.
         flops = 3 * op.kernel_elements * few + OWN_SQUARE_PRODUCTS * few**3
         name = f"{op.name}/orthogonal"
-        kind = OWN_KINDS[own.kind].costs
-        return self._writer.make(name, kind, [ahead], size, over=[ahead], own=own, flops=flops)
+        return self._writer.make(name, "update", [ahead], size, over=[ahead], own=own, flops=flops)
 
     def _plain_orthogonal(self, ahead: str) -> str:
         op = self._op

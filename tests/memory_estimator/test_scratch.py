@@ -1,81 +1,37 @@
-"""What own operations take besides maps: as the C functions say, in sum, and as a process grows."""
+"""What own operations take besides maps, as their library answers: as a process grows, in sum, for
+any CPU, and at most where no library can be asked."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from memory_estimator.calibration import load_constants
 from memory_estimator.host import read_host
-from memory_estimator.step.scratch import OWN_KINDS, scratch_bytes, scratch_of
+from memory_estimator.job import Job
+from memory_estimator.step import scratch
+from memory_estimator.step.scratch import busy_share, scratch_bound, scratch_bytes, scratch_of
 from memory_estimator.step.timeline import OwnOperation, StepOp
-from models.native.build import build
-from models.strides import STRIDES
-from tests.models.native import reference
-from tests.models.native.reference import DTYPES, KERNELS, LIBRARY, operation
+from memory_estimator.step.timing import step_busy_share
+from memory_estimator.step.training_step import training_step
+from models.config import UNetConfig
+from models.native import build
+from models.native.instruction_sets import INSTRUCTION_SETS
+from tests.memory_estimator.test_training_step import JOBS
+from tests.models.native.reference import LIBRARY
 
 L2_BYTES = read_host().l2_bytes
-WIDTHS = (1, 3, 4, 16, 20, 33, 256, 2048)
 
 
 @pytest.fixture(scope="module")
 def path():
     try:
-        return LIBRARY or build().kernels
+        return LIBRARY or build.build().kernels
     except OSError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def library(path):
-    return reference.load(path)
-
-
-def operations(kind, dtype):
-    """Own operations of a kind, with threads, and whether they write over their map."""
-    widths = st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS))
-    grids = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 300))
-    value_bytes = np.dtype(DTYPES[dtype][1]).itemsize
-    made = st.builds(
-        lambda batch, grid, widths, strides: OwnOperation(
-            kind, batch, grid, *widths, value_bytes, strides
-        ),
-        st.integers(1, 3),
-        grids,
-        widths,
-        st.sampled_from(STRIDES),
-    )
-    return st.tuples(made, st.sampled_from((1, 2, 3, 8, 56)), st.booleans())
-
-
-@pytest.mark.parametrize("kind", OWN_KINDS)
-@pytest.mark.parametrize(("instructions", "dtype"), KERNELS)
-def test_every_operation_takes_what_the_c_function_says(library, kind, instructions, dtype):
-    if not library.native_kernels(instructions.encode(), DTYPES[dtype][0]):
-        pytest.skip(f"needs a CPU with {instructions}")
-    if kind == "orthogonal" and dtype != "float32":
-        pytest.skip("a kernel is float32")
-
-    @given(operations(kind, dtype))
-    @settings(max_examples=25, deadline=None, derandomize=True)
-    def agree(drawn):
-        op, threads, in_place = drawn
-        in_place = in_place and kind in ("convolve", "input_gradient") and op.channels == op.outputs
-        maps = [np.zeros((1, op.channels)), np.zeros((1, op.outputs))]
-        arrays = {"map": maps[0] if in_place else maps[1], "scratch": np.zeros(3, np.uint64)}
-        if kind.startswith(("project", "up_")) and kind != "up_filter_gradient":
-            arrays["filters"] = maps[1]
-        if kind.endswith("filter_gradient") or kind in ("project_gradient", "project_sums"):
-            arrays["filter_gradient"] = maps[1]
-        about = (kind, dtype, (op.batch, *op.grid), threads)
-        call = operation(*about, maps[:1], op.outputs, maps[1:], op.strides, **arrays)
-        assert library.native_run(instructions.encode(), call) == 0
-        assert tuple(arrays["scratch"]) == scratch_of(op, threads, instructions, L2_BYTES, in_place)
-
-    agree()
 
 
 def step_op(name, kind, grid, channels, over=None):
@@ -83,6 +39,7 @@ def step_op(name, kind, grid, channels, over=None):
     return StepOp(name, kind, ("map",), takes_over=over, own=own)
 
 
+@pytest.mark.usefixtures("path")
 def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     wide = step_op("wide", "convolve", (2, 1, 16), 640)
     flat = step_op("flat", "convolve", (8, 8, 16), 16)
@@ -98,6 +55,75 @@ def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     in_place = step_op("in place", "convolve", (8, 8, 16), 16, over="map")
     assert scratch_bytes([in_place], 8, "avx2", 2**20) > scratch_bytes([flat], 8, "avx2", 2**20)
     assert scratch_bytes([StepOp("engine's", "pass")], 8, "avx2", 2**20) <= 4096
+
+
+CONVOLUTION = OwnOperation("convolve", 1, (8, 4, 16), 16, 16, 4)
+ORTHOGONAL = OwnOperation("orthogonal", 1, (1728, 1, 1), 0, 16, 4)
+WIDE = dataclasses.replace(ORTHOGONAL, outputs=128)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("op", "instructions", "threads", "answer"),
+    [
+        # Of Winograd's rows: a ring of 3 * (4 + 2) + 1 rows of 49 cache lines, two formed rows,
+        # sums of 64 tiles, pointers; and filters, and a position's sums.
+        (CONVOLUTION, "avx512", 1, (1, 19 * 3136 + 2304 + 24576 + 64, 55296 + 384, 1)),
+        # Of tiles, whatever this CPU is: the sums of 8, a ring of 4 * (4 + 2) rows; the same.
+        (
+            dataclasses.replace(CONVOLUTION, value_bytes=2),
+            "amx",
+            1,
+            (1, 8192 + 24 * 576, 18944 + 384, 1),
+        ),
+        # A matrix in panels and five square ones. Of 16 columns a block column of 32: 4 blocks of
+        # 8 x 32, for one thread of eight.
+        (ORTHOGONAL, "avx512", 8, (0, 0, 4 * (1728 * 32 + 5 * 32**2), 1 / 8)),
+        # Four: 16 + 12 + 8 + 4 blocks, 8 for each of five threads.
+        (WIDE, "avx512", 8, (0, 0, 4 * (1728 * 128 + 5 * 128**2), 5 / 8)),
+        # Eight of 16: 144 blocks of 4 x 16, 18 for each thread.
+        (WIDE, "avx2", 8, (0, 0, 4 * (1728 * 128 + 5 * 128**2), 1)),
+    ],
+)
+def test_any_instruction_set_answers_on_any_cpu(op, instructions, threads, answer):
+    assert scratch_of(op, threads, instructions, 2**20) == pytest.approx(answer)
+
+
+@pytest.mark.parametrize("instructions", ["avx2", "avx512", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("threads", [28, 56])
+def test_a_step_keeps_the_cores_of_a_socket_busy(instructions, threads, path):
+    job = Job(UNetConfig(dtype="bfloat16"), (240, 240, 160), threads=threads)
+    program = training_step(job)
+    for op in program.ops:
+        if op.own and op.own.kind != "orthogonal":  # too small for so many
+            assert 0.55 < busy_share(op, threads, instructions) <= 1, op.own
+            assert busy_share(op, 1, instructions) == 1
+    assert step_busy_share(program, load_constants(instructions), job) > 0.85
+
+
+@given(JOBS)
+@settings(max_examples=60, deadline=None)
+def test_where_no_library_can_be_asked_scratch_is_bounded(path, job):
+    program = training_step(job)
+    for name, each in INSTRUCTION_SETS.items():
+        if not each.bfloat16_alone or job.unet.dtype == "bfloat16":
+            for l2_bytes in (2**19, 2**21):
+                asked = scratch_bytes(program.ops, job.threads, name, l2_bytes)
+                bound = scratch_bound(program.ops, job.threads, l2_bytes)
+                assert asked <= bound <= 12 * asked + job.threads * 2**23
+
+
+def test_a_host_without_a_library_has_the_bound(monkeypatch):
+    monkeypatch.setattr(build, "existing", list)
+    scratch._library.cache_clear()
+    scratch_of.cache_clear()
+    flat = step_op("flat", "convolve", (8, 8, 16), 16)
+    try:
+        assert scratch_bytes([flat], 8, "amx", 2**20) == scratch_bound([flat], 8, 2**20)
+        assert busy_share(flat, 8, "amx") == 1
+    finally:
+        scratch._library.cache_clear()
+        scratch_of.cache_clear()
 
 
 def test_a_process_that_computes_grows_by_what_is_predicted_and_not_with_the_operations(path):

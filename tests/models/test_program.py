@@ -5,7 +5,6 @@ from typing import List, Set
 
 import pytest
 
-from memory_estimator.step.scratch import OWN_KINDS
 from memory_estimator.step.training_step import WRITE
 from models.config import NETWORKS, POLICIES, UPS, UNetConfig
 from models.layer_plan import LAYERS, layer_plan
@@ -55,10 +54,6 @@ def test_every_kind_is_computed_in_one_place():
     assert set(BY_OWN_OPERATIONS) == set(BY_TENSORFLOW)
     assert {*COMPUTE, *BY_OWN_OPERATIONS} == set(Kind)
     assert not {*COMPUTE} & {*BY_OWN_OPERATIONS}
-
-
-def test_every_own_operation_is_a_kind():
-    assert {*OWN_KINDS} - {ORTHOGONAL} <= {kind.value for kind in Kind}
 
 
 @every_config
