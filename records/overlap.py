@@ -23,7 +23,6 @@ from memory_estimator.common.table import Bold, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.step.scratch import OWN_KINDS
 from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
@@ -34,6 +33,8 @@ from models.native.library import own_operations
 from records.cores import call_of
 
 DTYPE = "bfloat16"
+IN_TILES = ("convolve", "input_gradient", "filter_gradient", "project")
+IN_TILES += ("up_convolve", "up_input_gradient", "up_filter_gradient")
 WHOLE = "whole"
 PRODUCTS = "products"
 VECTORS = "vectors"
@@ -98,7 +99,7 @@ def measure(request: Dict[str, Any]) -> Result:
     calls: Dict[Tuple[OwnOperation, bool], int] = {}
     unet = UNetConfig(filters=request["filters"], dtype=DTYPE)
     for step_op in training_step(Job(unet, tuple(request["shape"]))).ops:
-        if step_op.own and OWN_KINDS[step_op.own.kind].in_tiles:
+        if step_op.own and step_op.own.kind in IN_TILES:
             key = step_op.own, step_op.is_in_place
             calls[key] = calls.get(key, 0) + 1
     rows = []

@@ -30,6 +30,8 @@ WITH_FILTERS = (
 WITH_FILTER_GRADIENT = ("project_gradient", "project_sums", "up_filter_gradient")
 """Kinds that hold filters, or their gradient, as they are asked for."""
 
+MOST_ASKED = 2**24  # rows, values of a row, filters: far larger ones would not fit C's integers
+
 
 class Scratch(NamedTuple):
     """What one operation takes besides its maps."""
@@ -98,15 +100,19 @@ def scratch_of(
     in_place: bool = False,
 ) -> Optional[Scratch]:
     """Scratch of one operation; `in_place` if it writes over the first map that it reads. None if
-    no library knows."""
+    no library knows, and of sizes that no host has memory for."""
     library = _library()
-    if library is None:
+    x, y, z = op.grid
+    sizes = (op.batch * x * y, z * op.channels, z * op.outputs, op.channels * op.outputs)
+    if library is None or max(sizes) > MOST_ASKED:
         return None
     dtype = "bfloat16" if op.value_bytes == 2 else "float32"
     call = calls.Operation(
         KIND_CODES[op.kind], DTYPE_CODES[dtype], threads, op.batch, *op.grid, outputs=op.outputs
     )
-    call.channels[0] = op.channels
+    # What is made takes the place of the first of two joined maps.
+    first = op.outputs if in_place and op.channels > op.outputs else op.channels
+    call.channels[:] = (first, op.channels - first)
     call.finer[:] = op.strides
     # Which pointers there are, and whether two are the same, is all that is looked at.
     call.maps[0] = call.others[0] = LINE_BYTES
