@@ -12,6 +12,7 @@ from typing import Iterable, List, NamedTuple, Optional
 
 from memory_estimator.step.timeline import OwnOperation, StepOp
 from models.native import build, calls
+from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import DTYPE_CODES
 from models.native.shared import KIND_CODES
 
@@ -107,12 +108,15 @@ def scratch_of(
     if library is None or max(sizes) > MOST_ASKED:
         return None
     dtype = "bfloat16" if op.value_bytes == 2 else "float32"
+    chosen = INSTRUCTION_SETS[instructions]
+    if chosen.bfloat16_alone and dtype == "float32":
+        instructions = "avx512" if chosen.lanes == 16 else "avx2"
     call = calls.Operation(
         KIND_CODES[op.kind], DTYPE_CODES[dtype], threads, op.batch, *op.grid, outputs=op.outputs
     )
-    # What is made takes the place of the first of two joined maps.
-    first = op.outputs if in_place and op.channels > op.outputs else op.channels
-    call.channels[:] = (first, op.channels - first)
+    call.channels[0] = op.channels
+    if in_place and op.kind == "convolve":  # over the first of two joined maps, if there are two
+        call.channels[:] = (op.outputs, op.channels - op.outputs)
     call.finer[:] = op.strides
     # Which pointers there are, and whether two are the same, is all that is looked at.
     call.maps[0] = call.others[0] = LINE_BYTES

@@ -78,7 +78,7 @@ WIDE = dataclasses.replace(ORTHOGONAL, outputs=128)
         ),
         # A matrix in panels and five square ones. Of 16 columns a block column of 32: 4 blocks of
         # 8 x 32, for one thread of eight.
-        (ORTHOGONAL, "avx512", 8, (0, 0, 4 * (1728 * 32 + 5 * 32**2), 1 / 8)),
+        (ORTHOGONAL, "amx", 8, (0, 0, 4 * (1728 * 32 + 5 * 32**2), 1 / 8)),
         # Four: 16 + 12 + 8 + 4 blocks, 8 for each of five threads.
         (WIDE, "avx512", 8, (0, 0, 4 * (1728 * 128 + 5 * 128**2), 5 / 8)),
         # Eight of 16: 144 blocks of 4 x 16, 18 for each thread.
