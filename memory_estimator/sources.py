@@ -19,10 +19,6 @@ from memory_estimator.training import RunCourse
 from models.strides import Shape3
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
-A_STEP_ALONE = (
-    "a step alone is estimated, as an earlier version has planned the run; continue it with its "
-    "store, which writes its plan again"
-)
 OF_GRID = ("shape", "depth", "strides")  # options with which the run's smaller grids are others
 OTHERS = {
     "shape": "another grid than that of the run",
@@ -88,14 +84,9 @@ class _SavedPlan(TypedDict):
 
 
 def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
-    """The plan of a run, whose job has all of its fields: defaults are not those of the run. An
-    earlier version has no course and no smaller grids."""
-    content = {"course": {}, "smaller_grids": None, **content}
+    """Check the plan of a run, whose job has all of its fields: defaults are not those of the
+    run."""
     fields: Any = content.get("job")
-    if isinstance(fields, dict) and "resampled" in fields:  # of a version that had no such changes
-        fields = {name: value for name, value in fields.items() if name != "resampled"}
-        fields["reworked"] = False
-        content = {**content, "job": fields}
     plan: _SavedPlan = typed(content, _SavedPlan, "plan")
     job = plan["job"]
     unet = {"strides": (), **fields.get("unet", {})}  # left out if all axes are halved
@@ -124,8 +115,6 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     if device != "cpu":
         on_card = "`train` shows what its steps take on the card"
         notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
-    if plan["course"] == RunCourse():
-        notes.append(A_STEP_ALONE)
     return JobSource(
         job=plan["job"],
         notes=notes,

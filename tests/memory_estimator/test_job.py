@@ -127,25 +127,19 @@ COURSE = RunCourse(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), beside=Be
 
 
 def write_plan(folder, job=JOB, workers=2, settings=(), course=COURSE, **changes):
-    """The folder of a run with that plan; without a course that of an earlier version."""
+    """The folder of a run with that plan."""
     config = {"device": "cpu", **dict(settings)}
     job = dataclasses.asdict(job) if isinstance(job, Job) else job
-    plan = {"schema": 1, "workers": workers, "job": job, "config": config}
-    if course:
-        plan["course"] = dataclasses.asdict(course)
+    plan = {"schema": 1, "workers": workers, "job": job, "config": config, "smaller_grids": None}
+    plan["course"] = dataclasses.asdict(course)
     (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
     return folder
 
 
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
     assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, COURSE)
-    early = read_run(write_plan(tmp_path, course=None))
-    assert (early.job, early.course) == (JOB, RunCourse())
-    (note,) = early.notes
-    assert "a step alone" in note
-    on_card = write_plan(tmp_path, settings={"device": "gpu:1"}, course=None)
-    of_card, again = read_run(on_card).notes
-    assert ("gpu:1" in of_card, again) == (True, note)
+    (of_card,) = read_run(write_plan(tmp_path, settings={"device": "gpu:1"})).notes
+    assert "gpu:1" in of_card
 
 
 def test_another_shape_is_no_step_of_the_run_s_course(tmp_path):
@@ -162,13 +156,6 @@ def test_a_run_keeps_its_strides_and_one_that_halves_all_axes_names_none(tmp_pat
     fields = json.loads(json.dumps(job.fields()))
     assert ("strides" in fields["unet"]) == bool(strides)
     assert read_run(write_plan(tmp_path, fields)).job == job
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_run_of_a_version_before_gamma_is_read(tmp_path, turned):
-    fields = {**dataclasses.asdict(JOB), "resampled": turned}
-    del fields["reworked"]
-    assert read_run(write_plan(tmp_path, fields)).job == JOB
 
 
 @pytest.mark.parametrize(

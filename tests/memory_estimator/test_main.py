@@ -230,7 +230,7 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
     assert run["postprocessing_s"] == pytest.approx(2 * (8 / 3 * full_s + 0.5))
     parts = ("steps_s", "validation_s", "postprocessing_s")
     assert run["all_s"] == pytest.approx(sum(run[part] for part in parts))
-    write_plan(tmp_path, job, 1, course=None)
+    write_plan(tmp_path, job, 1, course=RunCourse())
     alone = answer(ask, capsys)
     assert "run" not in alone
     beside = {part["name"]: part["bytes"] for part in content["beside"]}
