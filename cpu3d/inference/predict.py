@@ -152,7 +152,11 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     configs = together.configs
     predictor = Ensemble(predictors)
     cases, problems, notes = cases_to_predict(options.image, predictor, options.codes, options.out)
-    about = {**origin(together.runs, configs, predictors), "weights": together.weights}
+    about = {
+        **origin(together.runs, configs, predictors),
+        "weights": together.weights,
+        "grids": [config.grid for config in configs],
+    }
     wrong = []
     if options.out.resolve() in (path.resolve() for path in options.image):
         rule = "--out must not be a folder that is predicted on"

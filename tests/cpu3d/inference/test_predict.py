@@ -304,6 +304,11 @@ def other_painting(predictor, files):
     predictor.regions = PaintedRegions(predictor.regions, painting)
 
 
+def other_grid(predictor, files):
+    run = predictor.store.with_name("run")
+    save_config(dataclasses.replace(load_config(run), grid=(24, 16, 16)), run)
+
+
 def as_before(predictor, files):
     pass
 
@@ -316,6 +321,7 @@ def as_before(predictor, files):
         (other_order, (), "the order of the channels changed"),
         (other_normalisation, (), "the normalisation changed"),
         (other_painting, (), "the painting changed"),
+        (other_grid, (), "the grids changed"),
         (as_before, ("--overwrite",), "--overwrite is given"),
         (as_before, ("--weights", "last"), "--weights changed"),
         (as_before, ("--codes", "brats2023"), "the label codes changed"),
