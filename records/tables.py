@@ -10,19 +10,25 @@ Predictions are made by the present estimator with its shipped constants. The up
 validation page follow from the errors of the predictions in accuracy.json: write that file after a
 new record, and after a change of the estimator."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from cpu3d.bench.step_costs import draw_policies, step_table, with_predictions
+import numpy as np
+
+from cpu3d.bench.harness import host_of
+from cpu3d.bench.step_costs import step_table, title_of, with_predictions
+from cpu3d.errors import InputError
 from cpu3d.experiments.results import results_tables
+from cpu3d.report.pictures import Line, chart
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import listed
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Table
-from memory_estimator.common.units import by
+from memory_estimator.common.table import PALETTE, Table
+from memory_estimator.common.units import GIB, by
 from records.command import main
 from records.files import newest, read_records
 from records.kernels import draw_roofline, kernels_table
@@ -153,6 +159,41 @@ def _learning(path: Path) -> List[str]:
         title = f"{record['task']}, {record['name']}, {record['host']['cpu']}"
         lines += [*Table(columns, rows, title=title, names=1).markdown(), ""]
     return lines
+
+
+def draw_policies(records: Sequence[Dict[str, Any]]) -> bytes:
+    """The memory of the process over one step under each policy, and the peaks of peers over
+    theirs, as PNG.
+
+    The policies are of the newest record with the bytes live over a step, drawn on top of all else
+    that the process holds at its peak; peers are those of any record of that job and host. Raises
+    InputError without such a record."""
+    alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
+    if not alive:
+        rule = "records of policies must have live_bytes, got none"
+        raise InputError(f"{rule}; measure with `bench step --policies`")
+    newest = alive[-1]
+    lines = []
+    step = title_of(newest)
+    host = host_of(newest)
+    shown = [row for row in newest["rows"] if row.get("live_bytes")]
+    for record in records:
+        if title_of(record) == step and host_of(record) == host:
+            peers = [row for row in record["rows"] if row["kind"] == "peer"]
+            shown += [row for row in peers if row["process_peak_bytes"]]
+    for row, colour in zip(shown, itertools.cycle(PALETTE)):
+        if row.get("live_bytes"):  # a step begins with what is live at its end
+            beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
+            held = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])]
+            marks = "-"
+        else:
+            held = [row["process_peak_bytes"], row["process_peak_bytes"]]
+            marks = "--"
+        name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
+        seconds = np.linspace(0, row["step_s"], len(held))
+        lines.append(Line(name, seconds, np.array(held) / GIB, colour, marks=marks))
+    axes = {"x_label": f"seconds\n{step}", "y_label": "GiB held by the process"}
+    return chart(lines, title=f"Memory over a training step, {host}", y_range=(0, None), **axes)
 
 
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")

@@ -5,15 +5,15 @@ estimator's prediction.
     ./run.sh bench step --policies --shape 128 128 128 --rounds 2 \\
         --peer "python other.py" --record records/policies.jsonl
 
-The step is the trainer's own: network, loss, gradients, optimizer, without the
-store. The allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out
-oneDNN's scratch; the peak of the process is the kernel's (VmHWM).
+The step is the trainer's own: network, loss, gradients, optimizer, without the store. The
+allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out oneDNN's scratch; the
+peak of the process is the kernel's (VmHWM).
 
 --policies measures the step under every memory policy, in turn. A peer is any command whose last
 line of output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. If one of our
 processes dies, its row shows that. The bytes in use over a step are those of one more step, in
-which TensorFlow's profiler records every request to the allocator; `bench tables --picture` draws
-them."""
+which TensorFlow's profiler records every request to the allocator; `python -m records.tables
+--picture` draws them."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.calibration import HostConstants, find_constants, shipped_constants
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import PALETTE, Table
+from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
 from memory_estimator.host import instruction_set, read_host
@@ -292,43 +292,6 @@ def title_of(record: Result) -> str:
         batch += f" ({record['micro_batch']} at a time)"
     shape = by([*record["shape"], unet["channels"]], " x ")
     return f"{shape}, {unet['filters']} filters, {batch}, {unet['dtype']}, {unet['norm']} norm"
-
-
-def draw_policies(records: Sequence[Result]) -> bytes:
-    """The memory of the process over one step under each policy, and the peaks of peers over
-    theirs, as PNG.
-
-    The policies are of the newest record with the bytes live over a step, drawn on top of all else
-    that the process holds at its peak; peers are those of any record of that job and host. Raises
-    InputError without such a record."""
-    from cpu3d.report.pictures import Line, chart  # not into the memory of a measuring process
-
-    alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
-    if not alive:
-        rule = "records of policies must have live_bytes, got none"
-        raise InputError(f"{rule}; measure with `bench step --policies`")
-    newest = alive[-1]
-    lines = []
-    step = title_of(newest)
-    host = host_of(newest)
-    shown = [row for row in newest["rows"] if row.get("live_bytes")]
-    for record in records:
-        if title_of(record) == step and host_of(record) == host:
-            peers = [row for row in record["rows"] if row["kind"] == "peer"]
-            shown += [row for row in peers if row["process_peak_bytes"]]
-    for row, colour in zip(shown, itertools.cycle(PALETTE)):
-        if row.get("live_bytes"):  # a step begins with what is live at its end
-            beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
-            held = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])]
-            marks = "-"
-        else:
-            held = [row["process_peak_bytes"], row["process_peak_bytes"]]
-            marks = "--"
-        name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
-        seconds = np.linspace(0, row["step_s"], len(held))
-        lines.append(Line(name, seconds, np.array(held) / GIB, colour, marks=marks))
-    axes = {"x_label": f"seconds\n{step}", "y_label": "GiB held by the process"}
-    return chart(lines, title=f"Memory over a training step, {host}", y_range=(0, None), **axes)
 
 
 # --- In the measuring process ---

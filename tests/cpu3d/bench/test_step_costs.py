@@ -12,7 +12,6 @@ from cpu3d.bench import harness, step_costs
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.step_costs import (
     compare_policies,
-    draw_policies,
     job_of_record,
     measure,
     most_in_each_span,
@@ -26,6 +25,7 @@ from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
 from models.config import POLICIES, UNetConfig
 from records.files import read_records
+from records.tables import draw_policies
 from tests.memory_estimator.test_job import write_plan
 
 MIB = 2**20
