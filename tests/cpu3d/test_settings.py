@@ -83,12 +83,6 @@ def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
         (("manifest.json",), ".", "it is a store: name a folder that `train` has written"),
         (("dataset.json",), ".", "it is a data set: name a folder that `train` has written"),
         (("x",), ".", "found none; name a folder that `train` has written"),
-        (("compare.json",), ".", "got the folder of a comparison; it has none yet"),
-        (
-            ("compare.json", "runs/a/config.json", "runs/b/config.json", "runs/b.log"),
-            ".",
-            "one of them, {here}/runs/a to {here}/runs/b; `compare --out` takes them together",
-        ),
     ],
 )
 def test_a_folder_that_is_no_run_is_told_from_one(tmp_path, files, named, message):
