@@ -140,13 +140,13 @@ class Emitter:
 
     # --- Backward ---
 
-    def plain_gradients(self, name: str, operation: str, maps: Maps, at: Value) -> Maps:
+    def plain_gradients(self, name: str, operation: str, maps: Maps, grad: Value) -> Maps:
         """Of the values of each map."""
         makes = tuple(self._gradient(name, each) for each in maps)
-        self._emit(Kind.PLAIN_GRADIENT, name, *makes, maps=maps, gradient=at, plain=operation)
+        self._emit(Kind.PLAIN_GRADIENT, name, *makes, maps=maps, gradient=grad, plain=operation)
         return makes
 
-    def max_pool_gradient(self, level: int, source: Value, at: Value, add: Value) -> Value:
+    def max_pool_gradient(self, level: int, source: Value, grad: Value, add: Value) -> Value:
         layer = f"encoder{level}_pool"
         made = self._gradient(layer, source)
         return self._emit(
@@ -154,33 +154,35 @@ class Emitter:
             layer,
             made,
             maps=(source,),
-            gradient=at,
+            gradient=grad,
             add=add,
             strides=self.config.stride(level),
             over=(add,),
         )
 
-    def up_gradients(self, level: int, index: int, below: Value, at: Value) -> Tuple[Value, Value]:
+    def up_gradients(
+        self, level: int, index: int, below: Value, grad: Value
+    ) -> Tuple[Value, Value]:
         """Of the filters, and of the values of the level below."""
         layer = self.up_layer(level)
         both = {
             "maps": (below,),
-            "gradient": at,
+            "gradient": grad,
             "strides": self.config.stride(level),
         }
-        of_up = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
-        self._emit(Kind.UP_FILTER_GRADIENT, layer, of_up, **both)
-        at_below = self._gradient(layer, below)
+        grad_kernel = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
+        self._emit(Kind.UP_FILTER_GRADIENT, layer, grad_kernel, **both)
+        grad_below = self._gradient(layer, below)
         kernel = self._up_kernel(level, index)
-        self._emit(Kind.UP_INPUT_GRADIENT, layer, at_below, **both, kernel=kernel)
-        return of_up, at_below
+        self._emit(Kind.UP_INPUT_GRADIENT, layer, grad_below, **both, kernel=kernel)
+        return grad_kernel, grad_below
 
-    def add(self, at: Value, add: Value) -> Value:
-        made = self._value(f"{at.name}/sum", Form.GRADIENT, at.level, at.channels)
-        return self._emit(Kind.ADD, "", made, gradient=at, add=add, over=(at, add))
+    def add(self, grad: Value, add: Value) -> Value:
+        made = self._value(f"{grad.name}/sum", Form.GRADIENT, grad.level, grad.channels)
+        return self._emit(Kind.ADD, "", made, gradient=grad, add=add, over=(grad, add))
 
     def project_gradient(
-        self, name: str, entry: Maps, index: int, at: Value, add: Optional[Value]
+        self, name: str, entry: Maps, index: int, grad: Value, add: Optional[Value]
     ) -> Value:
         source = entry[index]
         return self._emit(
@@ -189,50 +191,52 @@ class Emitter:
             self._gradient(name, source),
             self._of_kernel(name),
             maps=(source,),
-            gradient=at,
+            gradient=grad,
             add=add,
             kernel=self.kernel_rows(name, entry, index),
             over=given(add),
             span=_span_of(entry, index),
         )
 
-    def project_to_raw(self, block: Block, at: Value) -> Value:
+    def project_to_raw(self, block: Block, grad: Value) -> Value:
         """Of the finest head: first come the sums that the norm needs."""
         maps = (block.output,)
         kernel = kernel_of("head")
         sums = self._value("head/sums", Form.GRADIENT, maps[0].level, maps[0].channels)
         makes = (sums, self._of_kernel("head"))
-        self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=at, kernel=kernel)
-        at = self.norm_gradient(block, len(block.sums), sums)
+        self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=grad, kernel=kernel)
+        grad = self.norm_gradient(block, len(block.sums), sums)
         made = self._gradient("head", maps[0], Form.RAW_GRADIENT)
         return self._emit(
-            Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=at, kernel=kernel, over=maps
+            Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=grad, kernel=kernel, over=maps
         )
 
-    def residual_gradient(self, block: Block, at: Value) -> Value:
+    def residual_gradient(self, block: Block, grad: Value) -> Value:
         layer = f"{block.name}_act{len(block.sums)}"
-        made = self._gradient(layer, at)
+        made = self._gradient(layer, grad)
         maps = (block.sums[-1], block.output)
-        return self._emit(Kind.RESIDUAL_GRADIENT, layer, made, maps=maps, gradient=at, over=(at,))
+        return self._emit(
+            Kind.RESIDUAL_GRADIENT, layer, made, maps=maps, gradient=grad, over=(grad,)
+        )
 
-    def norm_gradient(self, block: Block, number: int, at: Value) -> Value:
+    def norm_gradient(self, block: Block, number: int, grad: Value) -> Value:
         """The gradient of a raw sum, to be formed on reading, from that of its values."""
-        if at.form is Form.RAW_GRADIENT:
-            return at
+        if grad.form is Form.RAW_GRADIENT:
+            return grad
         source = block.sums[number - 1]
         layer = self._norm_of(block.name, number)
         made = self._gradient(layer, source, Form.FORMED_GRADIENT)
-        return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=at)
+        return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=grad)
 
-    def to_raw(self, block: Block, at: Value) -> Value:
+    def to_raw(self, block: Block, grad: Value) -> Value:
         """A first convolution's formed gradient as a map of its own, over the raw sum."""
         source = block.sums[0]
         layer = f"{block.name}_conv1"
         made = self._value(f"{layer}/to_raw", Form.RAW_GRADIENT, source.level, source.channels)
-        return self._emit(Kind.TO_RAW, layer, made, gradient=at, over=(source,))
+        return self._emit(Kind.TO_RAW, layer, made, gradient=grad, over=(source,))
 
     def input_gradient(
-        self, name: str, at: Value, entry: Maps, index: int, sums: bool = False
+        self, name: str, grad: Value, entry: Maps, index: int, sums: bool = False
     ) -> Value:
         made = self._gradient(name, entry[index])
         maps: Maps = ()
@@ -240,12 +244,12 @@ class Emitter:
             maps = (entry[index],)
         kernel = self.kernel_rows(name, entry, index)
         return self._emit(
-            Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=at, kernel=kernel, over=(at,)
+            Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=grad, kernel=kernel, over=(grad,)
         )
 
-    def filter_gradient(self, name: str, entry: Maps, at: Value, of_part: str = "") -> Value:
+    def filter_gradient(self, name: str, entry: Maps, grad: Value, of_part: str = "") -> Value:
         made = self._of_kernel(name, of_part)
-        return self._emit(Kind.FILTER_GRADIENT, name, made, maps=entry, gradient=at)
+        return self._emit(Kind.FILTER_GRADIENT, name, made, maps=entry, gradient=grad)
 
     def join_gradients(self, name: str, parts: Sequence[Value]) -> None:
         self._emit(Kind.JOIN_GRADIENTS, name, self._of_kernel(name), parts=tuple(parts))

@@ -128,16 +128,16 @@ def _normed(
         def gradient(upstream: tf.Tensor, *_: Any) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
             with tf.control_dependencies([upstream]):  # else maps are made in the forward pass
                 values = tf.cast(tf.identity(x), tf.float32)
-            at = tf.cast(upstream, tf.float32)
-            mean1 = _mean(at, axes)
-            mean2 = _mean(at * (values - mean), axes) * rstd
+            grad = tf.cast(upstream, tf.float32)
+            mean1 = _mean(grad, axes)
+            mean2 = _mean(grad * (values - mean), axes) * rstd
             of_values = -scale * rstd * mean2
-            at_x = at * scale + (values * of_values - (scale * mean1 + of_values * mean))
+            grad_x = grad * scale + (values * of_values - (scale * mean1 + of_values * mean))
             count = _count(x) / _count(mean)
             others = (0, 1, 2, 3)
             of_gamma = tf.reduce_sum(mean2, others) * count
             of_beta = tf.reduce_sum(mean1, others) * count
-            return tf.cast(at_x, x.dtype), of_gamma, of_beta
+            return tf.cast(grad_x, x.dtype), of_gamma, of_beta
 
         return (y, mean, variance), gradient
 
@@ -149,9 +149,9 @@ def _with_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def computed(x: tf.Tensor, bias: tf.Tensor) -> Tuple[tf.Tensor, Any]:
-        def gradient(at: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
-            mean = _mean(tf.cast(at, tf.float32), (3, 2, 1, 0))
-            return at, mean[0, 0, 0, 0] * (_count(at) / _count(mean))
+        def gradient(grad: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
+            mean = _mean(tf.cast(grad, tf.float32), (3, 2, 1, 0))
+            return grad, mean[0, 0, 0, 0] * (_count(grad) / _count(mean))
 
         return x + tf.cast(bias, x.dtype), gradient
 
@@ -192,21 +192,23 @@ def first_max_pool(x: tf.Tensor, ksize: Any, strides: Sequence[int], padding: st
     @tf.custom_gradient
     def computed(x: tf.Tensor) -> Tuple[tf.Tensor, Any]:
         largest = tf.nn.max_pool3d(x, ksize, strides, padding)
-        return largest, lambda at: _at_first(x, largest, at, strides[1:4])
+        return largest, lambda grad: _to_first(x, largest, grad, strides[1:4])
 
     return computed(x)
 
 
-def _at_first(x: tf.Tensor, largest: tf.Tensor, at: tf.Tensor, strides: Sequence[int]) -> tf.Tensor:
+def _to_first(
+    x: tf.Tensor, largest: tf.Tensor, grad: tf.Tensor, strides: Sequence[int]
+) -> tf.Tensor:
     """The gradient of a map, from that of the largest values of its windows."""
-    with tf.control_dependencies([at]):  # else maps are made in the forward pass
+    with tf.control_dependencies([grad]):  # else maps are made in the forward pass
         x = tf.identity(x)
     parts = []  # of each place in a window
     is_open = tf.ones_like(largest, tf.bool)
     for place in itertools.product(*map(range, strides)):
         steps = [slice(first, None, stride) for first, stride in zip(place, strides)]
         is_largest = x[(slice(None), *steps)] == largest
-        parts.append(tf.where(is_open & is_largest, at, tf.zeros_like(at)))
+        parts.append(tf.where(is_open & is_largest, grad, tf.zeros_like(grad)))
         is_open = is_open & ~is_largest
     for axis in (3, 2, 1):  # the last place changes first
         stride = strides[axis - 1]

@@ -78,27 +78,29 @@ class _Network:
         """All gradients of kernels, from those of the logits of each head. Returns those of the
         first convolution's raw sum, and of the image by way of the first shortcut."""
         by_level = dict(zip(self._levels_of_heads(), slopes))
-        at_skips: Dict[int, Value] = {}
+        skip_grads: Dict[int, Value] = {}
         bottom = self.config.depth - 1
-        at = self._through_head(0, by_level.pop(0), None)
+        grad = self._through_head(0, by_level.pop(0), None)
         for level in range(bottom):
             if level in by_level:
-                at = self._through_head(level, by_level[level], at)
-            at_skips[level], at = self._through_decoder(level, at)
+                grad = self._through_head(level, by_level[level], grad)
+            skip_grads[level], grad = self._through_decoder(level, grad)
         for level in range(bottom, 0, -1):
-            block, at_first, at_sum = self._through_encoder(level, at, at_skips)
-            at = self._at_entry(f"encoder{level}", block.entry, 0, at_first, at_sum)
-        block, at_first, at_sum = self._through_encoder(0, at, at_skips)
-        if at_sum is None:
-            return at_first, None
-        at_image = self._emit.project_gradient("encoder0_shortcut", block.entry, 0, at_sum, None)
-        return at_first, at_image
+            block, grad_first, grad_sum = self._through_encoder(level, grad, skip_grads)
+            grad = self._entry_gradient(f"encoder{level}", block.entry, 0, grad_first, grad_sum)
+        block, grad_first, grad_sum = self._through_encoder(0, grad, skip_grads)
+        if grad_sum is None:
+            return grad_first, None
+        grad_image = self._emit.project_gradient(
+            "encoder0_shortcut", block.entry, 0, grad_sum, None
+        )
+        return grad_first, grad_image
 
-    def _image_gradient(self, at_first: Value, at_shortcut: Optional[Value]) -> None:
+    def _image_gradient(self, grad_first: Value, grad_shortcut: Optional[Value]) -> None:
         entry = self._encoders[0].entry
-        at_image = self._emit.input_gradient("encoder0_conv1", at_first, entry, 0)
-        if at_shortcut is not None:
-            self._emit.add(at_image, at_shortcut)
+        grad_image = self._emit.input_gradient("encoder0_conv1", grad_first, entry, 0)
+        if grad_shortcut is not None:
+            self._emit.add(grad_image, grad_shortcut)
 
     def _levels_of_heads(self) -> List[int]:
         """As the network's outputs are ordered."""
@@ -175,31 +177,31 @@ class _Network:
         sums = self._sums(name, block.entry, widths[:-1], True, first=None)
         return Block(name, block.entry, (*sums, block.sums[-1]), block.output)
 
-    def _through_head(self, level: int, slope: Value, at: Optional[Value]) -> Value:
+    def _through_head(self, level: int, slope: Value, grad: Optional[Value]) -> Value:
         block = self._decoders[level]
-        if at is None and not self.config.residual:  # memory is at its peak: over the raw sum
+        if grad is None and not self.config.residual:  # memory is at its peak: over the raw sum
             return self._emit.project_to_raw(block, slope)
-        return self._emit.project_gradient(head_of(level), (block.output,), 0, slope, at)
+        return self._emit.project_gradient(head_of(level), (block.output,), 0, slope, grad)
 
-    def _through_decoder(self, level: int, at: Value) -> Tuple[Value, Value]:
+    def _through_decoder(self, level: int, grad: Value) -> Tuple[Value, Value]:
         """Gradients of the values of the skip and of the level below."""
         name = f"decoder{level}"
         block = self._decoders[level]
-        at_first, at_sum = self._through_block(block, at)
+        grad_first, grad_sum = self._through_block(block, grad)
         if self.is_lean:
-            return self._through_parts(level, self._emit.to_raw(block, at_first), at_sum)
+            return self._through_parts(level, self._emit.to_raw(block, grad_first), grad_sum)
         for index in range(len(block.entry)):  # now: not into the memory that the next map leaves
             self._emit.kernel_rows(f"{name}_conv1", block.entry, index)
-        self._emit.filter_gradient(f"{name}_conv1", block.entry, at_first)
-        at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
+        self._emit.filter_gradient(f"{name}_conv1", block.entry, grad_first)
+        grad_up = self._entry_gradient(name, block.entry, 1, grad_first, grad_sum)
         # Now, as the block's last maps go with it.
-        at_skip = self._at_entry(name, block.entry, 0, at_first, at_sum)
-        of_up, at_below = self._emit.up_gradients(level, 0, self._below(level), at_up)
-        self._emit.join_gradients(self._emit.up_layer(level), [of_up])
-        return at_skip, at_below
+        grad_skip = self._entry_gradient(name, block.entry, 0, grad_first, grad_sum)
+        grad_kernel, grad_below = self._emit.up_gradients(level, 0, self._below(level), grad_up)
+        self._emit.join_gradients(self._emit.up_layer(level), [grad_kernel])
+        return grad_skip, grad_below
 
     def _through_parts(
-        self, level: int, at_first: Value, at_sum: Optional[Value]
+        self, level: int, grad_first: Value, grad_sum: Optional[Value]
     ) -> Tuple[Value, Value]:
         """`_through_decoder` if the block's maps are made again, a part of the up-sampled map at a
         time."""
@@ -207,57 +209,61 @@ class _Network:
         convolution = f"{name}_conv1"
         skip = self._encoders[level] if level else self._block_again(0)
         entry: Maps = (skip.output,)
-        of_parts = [self._emit.filter_gradient(convolution, entry, at_first, "/skip")]
-        of_ups = []
-        at_below: List[Value] = []  # the sum over the parts so far, last
+        part_grads = [self._emit.filter_gradient(convolution, entry, grad_first, "/skip")]
+        kernel_grads = []
+        grad_below: List[Value] = []  # the sum over the parts so far, last
         for index in range(len(self.config.up_parts(level))):
             up = self._up(level, index, again=True)
             entry += (up,)
-            of_parts.append(self._emit.filter_gradient(convolution, (up,), at_first, f"/up{index}"))
-            at_up = self._at_entry(name, entry, index + 1, at_first, at_sum)
-            of_up, at_part = self._emit.up_gradients(level, index, self._below(level), at_up)
-            of_ups.append(of_up)
-            if at_below:
-                at_part = self._emit.add(at_part, at_below[-1])
-            at_below.append(at_part)
-        self._emit.join_gradients(convolution, of_parts)
-        self._emit.join_gradients(self._emit.up_layer(level), of_ups)
-        return self._at_entry(name, entry, 0, at_first, at_sum), at_below[-1]
+            part_grads.append(
+                self._emit.filter_gradient(convolution, (up,), grad_first, f"/up{index}")
+            )
+            grad_up = self._entry_gradient(name, entry, index + 1, grad_first, grad_sum)
+            grad_kernel, grad_part = self._emit.up_gradients(
+                level, index, self._below(level), grad_up
+            )
+            kernel_grads.append(grad_kernel)
+            if grad_below:
+                grad_part = self._emit.add(grad_part, grad_below[-1])
+            grad_below.append(grad_part)
+        self._emit.join_gradients(convolution, part_grads)
+        self._emit.join_gradients(self._emit.up_layer(level), kernel_grads)
+        return self._entry_gradient(name, entry, 0, grad_first, grad_sum), grad_below[-1]
 
     def _through_encoder(
-        self, level: int, at: Value, at_skips: Dict[int, Value]
+        self, level: int, grad: Value, skip_grads: Dict[int, Value]
     ) -> Tuple[Block, Value, Optional[Value]]:
         """The block, and what `_through_block` returns: from the gradient of what the level below
         reads of it, or of the deepest block's values."""
         name = f"encoder{level}"
         block = self._encoders[level]
-        if level in at_skips:
+        if level in skip_grads:
             block = self._block_again(level)
-            at = self._emit.max_pool_gradient(level, block.output, at, at_skips.pop(level))
-        at_first, at_sum = self._through_block(block, at)
-        self._emit.filter_gradient(f"{name}_conv1", block.entry, at_first)
-        return block, at_first, at_sum
+            grad = self._emit.max_pool_gradient(level, block.output, grad, skip_grads.pop(level))
+        grad_first, grad_sum = self._through_block(block, grad)
+        self._emit.filter_gradient(f"{name}_conv1", block.entry, grad_first)
+        return block, grad_first, grad_sum
 
-    def _through_block(self, block: Block, at: Value) -> Tuple[Value, Optional[Value]]:
+    def _through_block(self, block: Block, grad: Value) -> Tuple[Value, Optional[Value]]:
         """Gradients of the first convolution's raw sum, and of the residual's sum, which is None
         without."""
-        at_sum = None
+        grad_sum = None
         if self.config.residual:
-            at = self._emit.residual_gradient(block, at)
-            at_sum = at
+            grad = self._emit.residual_gradient(block, grad)
+            grad_sum = grad
         for number in range(len(block.sums), 1, -1):
             layer = f"{block.name}_conv{number}"
             source = (block.sums[number - 2],)
-            at_raw = self._emit.norm_gradient(block, number, at)
-            self._emit.filter_gradient(layer, source, at_raw)
-            at = self._emit.input_gradient(layer, at_raw, source, 0, sums=True)
-        return self._emit.norm_gradient(block, 1, at), at_sum
+            grad_raw = self._emit.norm_gradient(block, number, grad)
+            self._emit.filter_gradient(layer, source, grad_raw)
+            grad = self._emit.input_gradient(layer, grad_raw, source, 0, sums=True)
+        return self._emit.norm_gradient(block, 1, grad), grad_sum
 
-    def _at_entry(
-        self, name: str, entry: Maps, index: int, at_first: Value, at_sum: Optional[Value]
+    def _entry_gradient(
+        self, name: str, entry: Maps, index: int, grad_first: Value, grad_sum: Optional[Value]
     ) -> Value:
         """The gradient of the values of one map of a block's entry."""
-        at_values = self._emit.input_gradient(f"{name}_conv1", at_first, entry, index)
-        if at_sum is None:
-            return at_values
-        return self._emit.project_gradient(f"{name}_shortcut", entry, index, at_sum, at_values)
+        grad_values = self._emit.input_gradient(f"{name}_conv1", grad_first, entry, index)
+        if grad_sum is None:
+            return grad_values
+        return self._emit.project_gradient(f"{name}_shortcut", entry, index, grad_sum, grad_values)

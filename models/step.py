@@ -235,7 +235,7 @@ def _plain(run: Pass, op: Op) -> Source:
 def _plain_gradient(run: Pass, op: Op) -> List[Made]:
     """Of the values of each map, and of the weights."""
     layer = run.layer(op.layer)
-    at = tf.cast(run.gradient(op).map, tf.float32)
+    grad = tf.cast(run.gradient(op).map, tf.float32)
 
     def compute() -> Tuple[List[Made], Dict[str, tf.Tensor]]:
         weights = {
@@ -246,7 +246,7 @@ def _plain_gradient(run: Pass, op: Op) -> List[Made]:
             tape.watch([values, weights])
             made = layer.compute(values, weights)
         of_values, of_weights = tape.gradient(
-            made, [values, weights], at, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            made, [values, weights], grad, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
         return list(map(_with_sums, run.maps(op), of_values)), of_weights
 
@@ -309,7 +309,7 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
     """The gradient of a raw sum, to be formed on reading, from that of the norm's values (Ioffe and
     Szegedy 2015)."""
     (source,) = run.maps(op)
-    at: Made = run.gradient(op)
+    grad: Made = run.gradient(op)
     layer = run.layer(op.layer)
     norm = source.norm
     if norm is None:
@@ -317,20 +317,20 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
         raise ValueError(f"{rule}, got none; name it at its convolution")
     scale: tf.Tensor = norm.scale
     if layer.norm == "none":
-        run.gradients[layer.bias.name] = tf.reduce_sum(at.sum1, 0)
+        run.gradients[layer.bias.name] = tf.reduce_sum(grad.sum1, 0)
     else:
-        run.gradients[layer.gamma.name] = tf.reduce_sum(at.sum2, 0)
-        run.gradients[layer.beta.name] = tf.reduce_sum(at.sum1, 0)
+        run.gradients[layer.gamma.name] = tf.reduce_sum(grad.sum2, 0)
+        run.gradients[layer.beta.name] = tf.reduce_sum(grad.sum1, 0)
     if layer.norm != "instance" and not run.moves(layer):
-        return Gradient(at.map, source, scale, 0 * scale, 0 * scale)
-    mean1 = at.sum1 / _voxels(source.raw)
-    mean2 = at.sum2 / _voxels(source.raw)
+        return Gradient(grad.map, source, scale, 0 * scale, 0 * scale)
+    mean1 = grad.sum1 / _voxels(source.raw)
+    mean2 = grad.sum2 / _voxels(source.raw)
     if layer.norm == "batch":
         mean1 = tf.reduce_mean(mean1, 0, keepdims=True)
         mean2 = tf.reduce_mean(mean2, 0, keepdims=True)
     of_raw = -scale * norm.rstd * mean2
     constant = -scale * mean1 - of_raw * norm.mean
-    return Gradient(at.map, source, scale, of_raw, constant)
+    return Gradient(grad.map, source, scale, of_raw, constant)
 
 
 def _voxels(raw: tf.Tensor) -> float:

@@ -13,7 +13,7 @@ from models.native.shared import KIND_OF_CODE, WITH_SUMS
 
 @tf.RegisterGradient("CpuOperation")
 def _gradient_of(
-    op: Any, at_map: tf.Tensor, at_sums: tf.Tensor, *_: Any
+    op: Any, grad_map: tf.Tensor, grad_sums: tf.Tensor, *_: Any
 ) -> List[Optional[tf.Tensor]]:
     """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
     values in float32: in bfloat16 its gradients of filters may be infinite. These can be
@@ -29,23 +29,23 @@ def _gradient_of(
     count = op.get_attr("n_maps")
     sources = maps[:count]
     others = maps[count:]
-    at_map = tf.cast(at_map, tf.float32)
+    grad_map = tf.cast(grad_map, tf.float32)
     if kind in WITH_SUMS:
-        at_map += _through_sums(op.outputs[0], op.outputs[1], at_sums)
+        grad_map += _through_sums(op.outputs[0], op.outputs[1], grad_sums)
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         terms = [tf.cast(other, tf.float32) for other in others]
         values = _plain_values(sources, norms)
         made = _PLAIN[kind](_Read(values, filters, bias, terms, op.get_attr("strides")))
-    return tape.gradient(made, inputs, at_map)
+    return tape.gradient(made, inputs, grad_map)
 
 
-def _through_sums(raw: tf.Tensor, sums: tf.Tensor, at_sums: tf.Tensor) -> tf.Tensor:
+def _through_sums(raw: tf.Tensor, sums: tf.Tensor, grad_sums: tf.Tensor) -> tf.Tensor:
     """The gradient of a raw map from those of its mean and variance, (N, 2, C)."""
     mean, _ = _over_grid(sums)
-    at_mean, at_variance = _over_grid(at_sums)
+    grad_mean, grad_variance = _over_grid(grad_sums)
     voxels = float(raw.shape[1:4].num_elements())
-    return (at_mean + 2 * at_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
+    return (grad_mean + 2 * grad_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
 
 
 def _plain_values(maps: Sequence[tf.Tensor], norms: tf.Tensor) -> tf.Tensor:

@@ -158,16 +158,18 @@ def operate(
     return made
 
 
-def to_raw(at: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
+def to_raw(grad: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
     """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values
     were projected: `at.map` is the gradient of the projection."""
-    if at.source is None:
+    if grad.source is None:
         raise ValueError(
             "a gradient must have a source to be formed of, got none; leave it as it is"
         )
     kind = "to_raw" if filters is None else "project_to_raw"
-    raw = at.source.raw
-    return Gradient(_run(kind, [raw], [at.map], filters, None, _through(at), made=raw.shape).map)
+    raw = grad.source.raw
+    return Gradient(
+        _run(kind, [raw], [grad.map], filters, None, _through(grad), made=raw.shape).map
+    )
 
 
 # --- The loss: logits (batch, x, y, z, R) against a target uint8 that is 0, not 0, or IGNORED ---

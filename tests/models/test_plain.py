@@ -40,20 +40,20 @@ class Mixed(network._Network):
         skip = self._emit.plain(*self._mix(level, up), self._encoders[level].output.channels)
         return self._block(f"decoder{level}", (skip, up), widths)
 
-    def _through_decoder(self, level, at):
+    def _through_decoder(self, level, grad):
         name = f"decoder{level}"
         block = self._decoders[level]
-        at_first, at_sum = self._through_block(block, at)
+        grad_first, grad_sum = self._through_block(block, grad)
         for index in range(2):
             self._emit.kernel_rows(f"{name}_conv1", block.entry, index)
-        self._emit.filter_gradient(f"{name}_conv1", block.entry, at_first)
-        at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
-        at_mixed = self._at_entry(name, block.entry, 0, at_first, at_sum)
-        at_skip, more = self._emit.plain_gradients(*self._mix(level, block.entry[1]), at_mixed)
-        at_up = self._emit.add(at_up, more)
-        of_up, at_below = self._emit.up_gradients(level, 0, self._below(level), at_up)
-        self._emit.join_gradients(self._emit.up_layer(level), [of_up])
-        return at_skip, at_below
+        self._emit.filter_gradient(f"{name}_conv1", block.entry, grad_first)
+        grad_up = self._entry_gradient(name, block.entry, 1, grad_first, grad_sum)
+        grad_mixed = self._entry_gradient(name, block.entry, 0, grad_first, grad_sum)
+        grad_skip, more = self._emit.plain_gradients(*self._mix(level, block.entry[1]), grad_mixed)
+        grad_up = self._emit.add(grad_up, more)
+        grad_kernel, grad_below = self._emit.up_gradients(level, 0, self._below(level), grad_up)
+        self._emit.join_gradients(self._emit.up_layer(level), [grad_kernel])
+        return grad_skip, grad_below
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 predictor = ExportedPredictor(Path("exported"))     # for `predict --network exported`
 """
 
+import logging
 from pathlib import Path
 from typing import Any, Callable, Dict, Sequence
 
@@ -86,7 +87,11 @@ def load_network(file: Path, format_: str) -> Callable[..., np.ndarray]:
 
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         return lambda **inputs: session.run(None, inputs)[0]
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns that gradients, which no export has, are not there
     model = tf.saved_model.load(str(file))
+    log.setLevel(level)
 
     def network(**inputs: Any) -> np.ndarray:
         tensors = {name: tf.constant(array) for name, array in inputs.items()}
