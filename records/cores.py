@@ -24,8 +24,8 @@ from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
+from models.native.calls import load, operation
 from models.native.library import own_operations
-from records.calls import load, operation
 
 INPUTS = "channels"
 OUTPUTS = "outputs"

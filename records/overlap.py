@@ -27,9 +27,9 @@ from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.build import build
+from models.native.calls import load
 from models.native.instruction_sets import DIRECT_PRODUCTS
 from models.native.library import own_operations
-from records.calls import load
 from records.cores import call_of
 
 DTYPE = "bfloat16"

@@ -5,9 +5,9 @@ import os
 import ml_dtypes
 import numpy as np
 
+from models.native.calls import Operation, load, operation, pointer  # noqa: F401
 from models.native.library import BFLOAT16, FLOAT32
 from models.native.shared import KINDS  # noqa: F401
-from records.calls import Operation, load, operation, pointer  # noqa: F401
 
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
