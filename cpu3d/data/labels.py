@@ -26,6 +26,7 @@ import numpy as np
 
 from cpu3d.data.region import Array
 from cpu3d.errors import raise_if_any
+from cpu3d.util.records import listed
 
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
@@ -76,8 +77,9 @@ def check_painting(
         held = [name for name, codes in regions.items() if code in codes]
         back = [name for name, codes in regions.items() if painted in codes]
         if held != back:
-            rule = f"regions of {where} must be painted back to the codes that they are of"
-            got = f"{painted} for {code} {labels.get(code, '')}, of {' and '.join(held)}"
+            name = f"code {code}, {labels[code]}," if code in labels else f"code {code}"
+            rule = f"a perfect answer for {name} of {where} must be painted as {listed(held)}"
+            got = f"{painted}, which is {listed(back or ['in no region'])}"
             todo = "correct the regions, or their regions_class_order"
             problems.append(f"{rule}, got {got}; {todo}")
     raise_if_any(problems)

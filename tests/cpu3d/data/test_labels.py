@@ -139,7 +139,7 @@ def test_codes_that_a_perfect_answer_does_not_paint_back_are_named(regions, clas
         problems = []
     except InputError as error:
         problems = error.problems
-    assert [int(re.search(r"for (\d+)", problem)[1]) for problem in problems] == list(lost)
+    assert [int(re.search(r"for code (\d+)", problem)[1]) for problem in problems] == list(lost)
 
 
 def test_what_a_code_means_that_a_data_set_has_chosen():
