@@ -29,11 +29,11 @@ RESIDUE_SHARE = 0.01
 # Of the voxels below NEAR, those within the tolerance from which on these are a background of their
 # own, also if a crop has few of them at its border. Of scores in a brain one in a hundred is.
 APART_SHARE = 0.5
-# A dead pixel or a failed reconstruction is alone: the bulk of a channel is all but one voxel of so
-# many at each end, and what is beyond it by so many times its range is no measurement. Metal in a
-# CT is nearer.
-BULK = 1000
-FAR = 10
+# Of a channel's bulk, and of how many times its range a value is from it that is no measurement: a
+# dead pixel is among the first voxel of a thousand at either end, and metal in a CT is nearer; a
+# failed reconstruction may have more voxels, and is farther away. What is left keeps its precision
+# as int16: half a step is below 0.001 of the range of the bulk.
+FAR = ((1000, 10), (100, 100))
 
 
 def without_residue(volume: Array) -> Array:
@@ -101,24 +101,28 @@ def surroundings(volume: Array, is_ct: bool) -> float:
 
 
 def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]:
-    """Replace values of a volume `(X, Y, Z)` that are beyond FAR times the range of its bulk by
-    the median of their neighbours, or without such by the least or the largest of the others,
-    and count them. NaN stays, and 0 where it is background."""
+    """Replace values of a volume `(X, Y, Z)` that are FAR from its bulk by the median of their
+    neighbours, or without such by the least or the largest of the others, and count them. NaN
+    stays, and 0 where it is background."""
     is_value = np.isfinite(volume)
     if has_background:
         is_value &= volume != 0
     values = volume[is_value]
-    ends = values.size // BULK
-    if not ends:  # a few voxels have no bulk
+    least = -np.inf
+    most = np.inf
+    for share, times in FAR:
+        ends = values.size // share
+        if not ends:  # a few voxels have no bulk
+            continue
+        values.partition((ends, values.size - 1 - ends))
+        low = float(values[ends])
+        high = float(values[-1 - ends])
+        if low < high:
+            least = max(least, low - times * (high - low))
+            most = min(most, high + times * (high - low))
+    if not values.size or (least <= values.min() and values.max() <= most):
         return volume, 0
-    values.partition((ends, values.size - 1 - ends))
-    low = float(values[ends])
-    high = float(values[-1 - ends])
-    reach = FAR * (high - low)
-    is_all_near = low - reach <= values[:ends].min() and values[-ends:].max() <= high + reach
-    if is_all_near or not reach:
-        return volume, 0
-    is_far = is_value & ((volume < low - reach) | (volume > high + reach))
+    is_far = is_value & ((volume < least) | (volume > most))
     near = volume[is_value & ~is_far]
     made = np.where(is_far, np.clip(volume, near.min(), near.max()), volume)
     is_near = np.isfinite(volume) & ~is_far

@@ -342,10 +342,10 @@ def _channels(
             continue
         if bad:
             volume = np.where(is_finite, volume, 0 if each.has_background else np.nan)
-        if each.has_background:
-            volume = without_residue(volume)
         volume, far_here = without_far_values(volume, each.has_background)
         far += far_here
+        if each.has_background:
+            volume = without_residue(volume)
         if bad and not each.has_background:
             nothing = surroundings(volume, each.kind is Kind.CT)
             volume = np.where(is_finite, volume, nothing)

@@ -320,6 +320,22 @@ def test_a_voxel_far_out_of_range_changes_no_other(files, kind, dtype, value):
     np.testing.assert_allclose(made[1][others], made[0][others], atol=atol)
 
 
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("value", [1e6, 1e7])
+def test_a_cluster_far_out_of_range_takes_no_precision_from_the_others(files, kind, value):
+    clean = scan(kind, "float32")
+    dirty = clean.copy()
+    dirty[10:14, 10:14, 10:13] = value
+    kinds = [Normalisation(kind)]
+    if kind is Kind.CT:
+        kinds = [Normalisation(kind, -20, 140, 60, 20)]
+    record = load_case(files(dirty), channels=("a",), normalisation=kinds).record
+    assert record.far_voxels == 48
+    least = load_case(files(clean), channels=("a",), normalisation=kinds).record
+    assert record.channel_max[0] == pytest.approx(least.channel_max[0], rel=0.01)
+    assert record.max_abs_error < 0.01
+
+
 def test_values_that_steps_cannot_hold_are_named(files):
     volume = scan(Kind.CT, "float32")
     volume[0] = 1e7  # a plane: too much to be a dead pixel
