@@ -60,6 +60,7 @@ class _About(msgspec.Struct):
     name: Optional[str] = None
     regions_class_order: Optional[List[int]] = None  # of nnU-Net 2, as the next
     file_ending: Any = None
+    validation: List[Any] = []  # of MONAI's lists
     training_cases: Any = msgspec.field(default=None, name="numTraining")
     size: Any = msgspec.field(default=None, name="tensorImageSize")
 
@@ -93,6 +94,7 @@ class Description:
     ignore: Optional[int] = None  # label code of voxels that are not to be learnt
     file_ending: Any = None  # of nnU-Net 2, as the next
     training_cases: Any = None
+    unread: int = 0  # cases that are listed under "validation"
 
     @property
     def channels_field(self) -> str:
@@ -135,6 +137,7 @@ def describe(path: Path) -> Description:
         name=content.name or "",
         file_ending=content.file_ending,
         training_cases=content.training_cases,
+        unread=len(content.validation),
     )
     labels = content.labels or {}
     try:

@@ -73,6 +73,9 @@ def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Datas
         named = _named_by(path, entries)
         # It is refused where cases need not be listed, as they are in nnU-Net 2.
         warnings = tuple(f"warning: {problem}" for problem in _other_number(about, len(entries)))
+        if about.unread:
+            told = f'warning: {count(about.unread, "case")} under "validation" of {path} not read'
+            warnings += (f'{told}; give them "fold": 0 under "training" to hold them out',)
     raise_if_any([*problems, *_outside(path, named)])
     if about.is_nnunet2:
         ending = _ending_of(about)

@@ -21,6 +21,7 @@ PATIENT_NAMES = {
     "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
+    "UCSF-PDGM-<patient>_": r"(UCSF-PDGM-\d{4})_",
     "BIDS, sub-<patient>": r"(sub-[a-z0-9]+)(?=_|-ses|$)",
     "OASIS, <patient>_MR": r"(OAS\d_?\d{4})_MR",
     "ADNI, <patient>": r"((?:ADNI_)?\d{3}_S_\d{4,5})(?!\d)",
@@ -30,10 +31,13 @@ PATIENT_NAMES = {
         r"((?:(?:UPENN-GBM|UCSD-PTGBM|RHUH)-|BraTSReg_)\d+|training\d\d)_\d{1,2}(?!\d)"
     ),
     "<patient>_frame, _week, _session or another time point": (
-        r"(\D*\d.*?)[_-](?:"  # a patient has a digit
-        r"(?:frame|phase|day|week|month|ses|session|visit|time|time-?point|FU)[_-]?\d+d?(?![a-z0-9])"
-        r"|T\d$|TP[_-]?\d\d?$|baseline$|fu$|follow-?up\d*$|(?:(?:[sl]a|\dch)[_-])?E[DS]$"
-        r"|(?:pre|post|intra)(?:[_-]?(?:op|treatment|contrast))?$)"
+        r"(\D*\d.*?)(?:[_-](?:"  # a patient has a digit, and nothing of it follows
+        r"(?:frame|phase|day|week|month|ses|session|visit|time|time-?point|FU)[_-]?\d+[a-z]?"
+        r"|week-\d{3}-\d|(?:TP|year|run)[_-]?\d\d?|(?:scan|study)[_-]?\d|M\d\d|V\d|T[03-9]"
+        r"|(?:19|20)\d\d(?P<mark>[._-]?)(?:0[1-9]|1[0-2])(?P=mark)(?:0[1-9]|[12]\d|3[01])"
+        r"|baseline|fu|follow[_-]?up[_-]?\d*|(?:(?:[sl]a|\dch)[_-])?E[DS]"
+        r"|(?:pre|mid|post|intra)(?:[_-]?(?:op|RT|treatment|contrast))?"
+        r"))+(?:_(?:brain|gt|nifti))?$"
     ),
 }
 

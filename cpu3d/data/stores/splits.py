@@ -26,7 +26,7 @@ from typing import (
 
 import msgspec
 
-from cpu3d.data.datasets.names import stem_of
+from cpu3d.data.datasets.names import check_printable, stem_of
 from cpu3d.data.manifest import Manifest
 from cpu3d.data.split import FOLD_SPLITS, SPLITS, Split, dealing_order
 from cpu3d.errors import InputError, raise_if_any
@@ -183,7 +183,7 @@ class _Division(msgspec.Struct):
 
 def read_folds(path: Path) -> Tuple[Split, ...]:
     """The folds in a file as nnU-Net's splits_final.json: a list of {"train": [ids], "val": [ids]}.
-    A single one, in a list or not, is a fixed division, and may name its "test" cases.
+    A single one, in a list or not, is a fixed division. "test" may name the cases of no fold.
 
     Ids may end in .nii.gz. Raises InputError for other content."""
     try:
@@ -201,6 +201,7 @@ def read_folds(path: Path) -> Tuple[Split, ...]:
             ids = getattr(division, name)
             if ids is not None:
                 fold[name] = tuple(sorted(stem_of(Path(case_id)) for case_id in ids))
+                check_printable(f"--splits {path}", fold[name])
         folds.append(fold)
     return tuple(folds)
 
@@ -214,12 +215,12 @@ def check_folds(
     bad: Collection[str] = (),
 ) -> None:
     """Raise InputError with all problems of folds that the source `name` gives: ids that are no
-    labelled case of the data set, a case twice in a fold or held out by two folds, and where a
-    division names test cases, a case in no part. `patients` maps the id of each good case of the
-    data set to its patient; `bad` are its other cases, which may be named too."""
+    labelled case of the data set, a case twice in a fold or held out by two folds, and where they
+    name test cases, other ones in a fold, and a case in no part. `patients` maps the id of each
+    good case of the data set to its patient; `bad` are its other cases, which may be named too."""
     problems = []
     named = _named_by(folds)
-    everyone = Counter(case_id for fold in folds for ids in fold.values() for case_id in ids)
+    everyone = {case_id for fold in folds for ids in fold.values() for case_id in ids}
     for case_id in sorted(everyone):
         own = f"case {case_id} of {name}"
         if case_id in unlabelled and case_id in named:
@@ -228,16 +229,24 @@ def check_folds(
             problems.append(f"{own} must be in the data set, got no such case; correct the id")
     for number, fold in enumerate(folds, 1):
         times = Counter(case_id for ids in fold.values() for case_id in ids)
-        twice = [case_id for case_id in sorted(times) if times[case_id] > 1]
         rule = f"must be in fold {number} of {name} once"
-        problems += [f"case {case_id} {rule}, got {times[case_id]}; keep one" for case_id in twice]
+        problems += [
+            f"case {case_id} {rule}, got {n}; keep one"
+            for case_id, n in sorted(times.items())
+            if n > 1
+        ]
     held_out = Counter(case_id for fold in folds for case_id in {*fold["val"]})
-    for case_id in sorted(case_id for case_id in held_out if held_out[case_id] > 1):
-        rule = f"case {case_id} must be held out by one fold of {name}"
-        problems.append(f"{rule}, got {held_out[case_id]}; keep it in val of one")
-    if len(folds) == 1 and "test" in folds[0]:
+    rule = f"must be held out by one fold of {name}"
+    problems += [
+        f"case {case_id} {rule}, got {n}; keep it in val of one"
+        for case_id, n in sorted(held_out.items())
+        if n > 1
+    ]
+    if len({fold.get("test") for fold in folds}) > 1:
+        problems.append(f"test of {name} must be the same in all folds, got others; correct it")
+    elif "test" in folds[0]:
         rule = f"must be in train, val or test of {name}"
-        absent = sorted(set(patients) - set(everyone))
+        absent = sorted(set(patients) - everyone)
         problems += [f"case {case_id} {rule}, got none; add it to one" for case_id in absent]
     raise_if_any(problems)
 

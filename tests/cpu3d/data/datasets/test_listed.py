@@ -334,9 +334,10 @@ def datalist(folder, **changes):
     return path
 
 
-def test_a_list_of_monais_gives_cases_channels_and_folds(tmp_path):
-    path = datalist(tmp_path / "data")
+def test_a_list_of_monais_gives_cases_channels_and_folds(tmp_path, capsys):
+    path = datalist(tmp_path / "data", validation=[{}])
     manifest = prepare(path, tmp_path / "store", workers=1)
+    assert 'warning: 1 case under "validation"' in capsys.readouterr().err
     assert (manifest.layout, manifest.channels) == ("datalist", ("FLAIR", "T1w", "T1gd", "T2w"))
     assert [case.case_id for case in manifest.cases] == [f"p{number}" for number in range(5)]
     assert [fold["val"] for fold in manifest.folds] == [("p0", "p3"), ("p1", "p4"), ("p2",)]
