@@ -159,6 +159,7 @@ class CaseRecord:
     is 0 in all channels."""
     resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
     far_voxels: Count = 0  # far from all others, and brought nearer; all channels together
+    contradictions: Tuple[str, ...] = ()  # notes on files whose sform and qform differ
     # --- Empty if all channels are normalised over the foreground ---
     around: Tuple[float, ...] = ()
     """Per channel, the stored value that stands for what surrounds the volume: the median of its

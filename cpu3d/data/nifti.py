@@ -153,6 +153,15 @@ def is_placed(geometry: Geometry) -> bool:
 
 def orientation_note(geometry: Geometry) -> str:
     """Say that a file gives no orientation, or two that contradict each other; "" for others."""
+    if is_placed(geometry):
+        return contradiction(geometry)
+    rule = "no orientation in the file (its sform and qform codes are 0)"
+    side = "its first axis is taken to run to the left, as nibabel and FSL do"
+    return f"{rule}: {side}; R, L, A, P, S, I are guesses, and left and right may be exchanged"
+
+
+def contradiction(geometry: Geometry) -> str:
+    """Say that the sform and the qform of a file contradict each other; "" for others."""
     forms = placed_forms(geometry)
     if len(forms) == 2:
         taken, other = forms.values()
@@ -162,11 +171,7 @@ def orientation_note(geometry: Geometry) -> str:
             forms_named = f"the sform (axes {geometry.axes}) and the qform (axes {axes})"
             rule = f"{forms_named} contradict each other, by {apart:.3g} voxels at a corner"
             return f"{rule}: the sform is taken; make both the right one"
-    if is_placed(geometry):
-        return ""
-    rule = "no orientation in the file (its sform and qform codes are 0)"
-    side = "its first axis is taken to run to the left, as nibabel and FSL do"
-    return f"{rule}: {side}; R, L, A, P, S, I are guesses, and left and right may be exchanged"
+    return ""
 
 
 def placed_forms(geometry: Geometry) -> Dict[str, Array]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import (
     Any,
     Dict,
+    Iterable,
     List,
     Mapping,
     NamedTuple,
@@ -45,6 +46,7 @@ from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
+from cpu3d.util.records import listed
 from memory_estimator.common.units import counted
 from models.strides import Spacing3
 
@@ -85,7 +87,7 @@ def load_case(
     that of the first image. Holds about two volumes, of a resampled case four of the larger grid.
     Raises InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
-    volumes, label, geometry, zeroed, far = _read(files, channels, labels, kinds, zero_nan)
+    volumes, label, geometry, notes, zeroed, far = _read(files, channels, labels, kinds, zero_nan)
     borders = [
         border_value(volume) if each.has_background else 0.0 for volume, each in zip(volumes, kinds)
     ]
@@ -121,6 +123,7 @@ def load_case(
         stored=whole(image.shape[:3]),
         background=tuple(borders) if any(borders) else (),
         resampled_from=made.source,
+        contradictions=notes,
     )
     return LoadedCase(image, label, made.source_label, record)
 
@@ -180,9 +183,10 @@ def _read(
     labels: Optional[Dict[int, str]],
     kinds: Sequence[Normalisation],
     zero_nan: bool,
-) -> Tuple[List[Array], Optional[Array], Geometry, int, int]:
-    """Return (volume of each channel, label, grid of the files, voxels that were no numbers,
-    voxels far from all others), with axes R A S."""
+) -> Tuple[List[Array], Optional[Array], Geometry, Tuple[str, ...], int, int]:
+    """Return (volume of each channel, label, grid of the files, notes on those whose sform and
+    qform contradict each other, voxels that were no numbers, voxels far from all others), with axes
+    R A S."""
     if len(files.images) not in (1, len(channels)):
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
@@ -194,18 +198,20 @@ def _read(
     volumes: List[Array] = []
     label = None
     grids: Dict[Path, Geometry] = {}  # the first is that of the others, too
+    alike: Dict[str, List[str]] = {}  # note -> channels, "label"
     zeroed = 0
     far = 0
     problems: List[str] = []
 
-    def read_on_grid(path: Path) -> Array:
+    def read_on_grid(path: Path, names: Iterable[str]) -> Array:
         array, grids[path] = nifti.read_volume(path)
+        alike.setdefault(nifti.contradiction(grids[path]), []).extend(names)
         first = next(iter(grids))
         return nifti.on_grid(array, path, grids[path], first, grids[first])
 
     for path in files.images:
         try:
-            array = read_on_grid(path)
+            array = read_on_grid(path, dict(wanted_of[path]))
             if zero_nan:
                 zeroed += int(np.count_nonzero(~np.isfinite(array)))
             of_file, far_of_file = _channels(path, array, wanted_of[path], files.names, zero_nan)
@@ -215,7 +221,7 @@ def _read(
             problems += error.problems
     if labels is not None and files.label is not None:
         try:
-            label = _label(files.label, read_on_grid(files.label), labels)
+            label = _label(files.label, read_on_grid(files.label, ["label"]), labels)
         except InputError as error:
             problems += error.problems
     raise_if_any(problems)
@@ -223,7 +229,8 @@ def _read(
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    return volumes, label, geometry, zeroed, far
+    notes = tuple(f"{listed(names)}: {note}" for note, names in alike.items() if note)
+    return volumes, label, geometry, notes, zeroed, far
 
 
 def facts_of(

@@ -32,13 +32,12 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 def case_notes(
     record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
 ) -> List[str]:
-    """Say what is unusual about a case: its file's orientation, voxels that were filled, brought
+    """Say what is unusual about a case: its files' orientation, voxels that were filled, brought
     nearer or rounded, channels whose background is not 0, and codes but `ignore` that
     resampling has lost."""
-    notes = []
-    orientation = nifti.orientation_note(record.geometry)
-    if orientation:
-        notes.append(orientation)
+    notes = list(record.contradictions)
+    if not nifti.is_placed(record.geometry):
+        notes.append(nifti.orientation_note(record.geometry))
     if record.zeroed_voxels:
         nothing = count(record.zeroed_voxels, "NaN or infinite voxel")
         notes.append(f"{nothing} were taken as what surrounds the volume")

@@ -4,11 +4,11 @@ case.
     ./run.sh export --run runs/first --format savedmodel --out exported
     ./run.sh export --run runs/first --format onnx --out exported --case data/BraTS-GLI-00001-000
 
-The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside,
-and everything is float32. OUT/export.json describes it: channels, how to crop and pad, what the
-outputs mean and how to paint a label from them, post-processing, weights, versions. A run on
-patches is exported at its patch's size; who calls it slides it over a volume and gives the volume's
-statistics. `predict --network OUT` does all of it.
+The network takes the image as it is in the file, cropped to the size that the run was trained on:
+normalisation is inside, and everything is float32. OUT/export.json describes it: channels, how to
+crop and pad, what the outputs mean and how to paint a label from them, post-processing, weights,
+versions. That of a run on patches has its patch's size; who calls it slides it over a volume and
+gives the volume's statistics. `predict --network OUT` does all of it.
 
 At the end the files are read back and run on a case, as `predict --network` does: the store's first
 of test, val or train, or --case, from its files to the label. The result must be that of `predict`;
@@ -17,13 +17,12 @@ run in bfloat16, are counted there.
 """
 
 import contextlib
-import dataclasses
 import datetime
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, Mapping, Tuple
 
 import numpy as np
 
@@ -31,7 +30,6 @@ from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.notes import case_notes, note_lines
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.region import Shape3
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import cases_to_predict, check_exist
@@ -65,9 +63,6 @@ class Options:
     )
     zero_nan: bool = option(False, help="make the NaN and infinite voxels of that case background")
     weights: str = option("best", help=WEIGHTS, choices=("best", "last"))
-    size: Optional[Shape3] = option(
-        None, "voxels of its image (default: as trained)", ("X", "Y", "Z"), at_least=1
-    )
 
 
 OPTIONS = (Options,)
@@ -78,7 +73,7 @@ def run(options: Options) -> int:
     _check_empty(out)
     check_folder(out, "--out")
     config = load_config(options.run)
-    exported_config(config, options.size)  # before TensorFlow is loaded
+    exported_config(config)  # before TensorFlow is loaded
     if options.format == "onnx":
         require_onnx()
     set_up()
@@ -89,9 +84,9 @@ def run(options: Options) -> int:
     # Once, as a run that continues replaces its last checkpoint.
     path = weights_file(options.run, options.weights)
     config, weights = load_weights(config, path)
-    exported = exported_config(config, options.size)
-    own = Predictor(dataclasses.replace(config, grid=exported.grid), weights, ONE_PASS)
-    exact = own if exported == own.config else Predictor(exported, weights, ONE_PASS)
+    exported = exported_config(config)
+    own = Predictor(config, weights, ONE_PASS)
+    exact = own if exported == config else Predictor(exported, weights, ONE_PASS)
     record, image, channels = _case_to_try(options, config, own)
     if not exact.window:
         check_size(exported, record, exact.region(record))

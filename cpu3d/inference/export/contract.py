@@ -5,11 +5,11 @@ about = contract(config, "bfloat16", "onnx", postprocessing)
 """
 
 import dataclasses
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.region import Region, Shape3
+from cpu3d.data.region import Region
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
@@ -24,21 +24,16 @@ FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
 OUTPUT = "logits"  # name of a network's output
 
 
-def exported_config(config: RunConfig, size: Optional[Shape3] = None) -> RunConfig:
-    """The run as it is exported: in float32, for images of `size`, by default its own grid. Raises
-    InputError for a size that the network cannot take, and for a run at a lower resolution."""
+def exported_config(config: RunConfig) -> RunConfig:
+    """The run as it is exported: in float32, for images of its own grid, as padding beyond it would
+    change what is normalised. Raises InputError for a run at a lower resolution."""
     if config.resolution != 1:
         rule = f"export needs a run at full resolution, got {config.resolution:g}"
         raise InputError(
             f"{rule}: an exported network does not make images smaller; export another run"
         )
-    size = tuple(size or config.grid)
-    try:
-        config.unet.check_shape(size, "--size")
-    except ValueError as error:
-        raise InputError(str(error)) from None
     unet = dataclasses.replace(config.unet, dtype="float32", policy="speed")
-    return dataclasses.replace(config, grid=size, unet=unet)
+    return dataclasses.replace(config, unet=unet)
 
 
 def check_size(config: RunConfig, record: CaseRecord, region: Region) -> None:
@@ -47,7 +42,7 @@ def check_size(config: RunConfig, record: CaseRecord, region: Region) -> None:
     if region.size != config.grid:
         rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}"
         got = f"{by(region.size, ' x ')}, what the run would see of it"
-        todo = f"export with --size {by(region.size, ' ')}, or take another case"
+        todo = "predict such a case with --run, or take another"
         raise InputError(f"{rule}, got {got}; {todo}")
 
 

@@ -239,15 +239,13 @@ def test_a_network_that_answers_otherwise_gets_no_export_json(call, monkeypatch,
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.onnx"]
 
 
-def test_another_size_a_given_case_and_the_last_weights_without_rules_of_the_best(
-    call, tiny, store, tmp_path
-):
+def test_a_given_case_and_the_last_weights_without_rules_of_the_best(call, tiny, store, tmp_path):
     run, case = shutil.copytree(tiny, tmp_path / "run"), store.folder.parent / "source/b.nii.gz"
     shutil.copy(run / "checkpoints/best.npz", run / "checkpoints/step-00000120.npz")
     (run / "checkpoints/step-00000040.npz").write_bytes(b"older")
-    assert call("--case", case, "--size", 16, 12, 8, "--weights", "last", run=run)[0] == 0
+    assert call("--case", case, "--weights", "last", run=run)[0] == 0
     about = json.loads((tmp_path / "out/export.json").read_text())
-    assert (about["size"], about["verification"]["case_id"]) == ([16, 12, 8], "b")
+    assert about["verification"]["case_id"] == "b"
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
     assert "best weights" in about["postprocessing"]["off"]
@@ -299,11 +297,6 @@ def test_a_full_disk_is_named_with_what_to_do(tiny, tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--size", 16, 10, 8], r"--size \(16, 10, 8\) must be divisible by 4\b.*\(16, 12, 8\)"),
-        (
-            ["--size", 8, 8, 8],
-            r"case e must fit into 8 x 8 x 8, got 12 x 8 x 8\b.* --size 12 8 8",
-        ),
         (["--case", "no.nii.gz"], "--case no.nii.gz must exist"),
         (["--case", "a.nii.gz", "b.nii.gz"], "--case must be one case, got 2"),
         (["--weights", "last"], "must hold its last weights, found none"),
@@ -319,7 +312,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(
+def test_other_weights_a_smaller_resolution_a_larger_case_and_a_folder_with_files_are_refused(
     call, tiny, tmp_path
 ):
     run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
@@ -327,6 +320,8 @@ def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(
     assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8)" in call(run=run)[1]
     save_config(dataclasses.replace(config, coarse_grid=config.grid), run)  # as in coarse steps
     assert "export needs a run at full resolution, got 0.5" in call(run=run)[1]
+    save_config(dataclasses.replace(config, grid=(8, 8, 8)), run)
+    assert "case e must fit into 8 x 8 x 8, got 12 x 8 x 8" in call(run=run)[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")
     code, message = call()

@@ -268,18 +268,27 @@ def test_forms_that_contradict_each_other_are_named_with_the_one_that_is_taken(t
     image = write_forms(tmp_path / "c/a.nii.gz", tiny_image(), mirrored, middle)
     label = np.zeros((6, 5, 4), np.uint8)
     label[1, 2, 3] = 1
-    for affine, is_taken in ((mirrored, True), (middle, False)):
-        path = write_nifti(tmp_path / "c/seg.nii.gz", label, affine)
-        case = CaseFiles("c", "p", (image,), path)
-        if is_taken:
-            loaded = load_case(case, channels=("a",), labels=LABELS)
-            (note,) = case_notes(loaded.record, ("a",))
-            assert "the sform (axes LAS) and the qform (axes RAS) contradict each other" in note
-            assert "the sform is taken" in note
-            assert loaded.label[4, 2, 3] == 1
-        else:
-            with pytest.raises(InputError, match="by its sform and the other's qform alone"):
-                load_case(case, channels=("a",), labels=LABELS)
+    path = write_nifti(tmp_path / "c/seg.nii.gz", label, mirrored)
+    case = CaseFiles("c", "p", (image,), path)
+    loaded = load_case(case, channels=("a",), labels=LABELS)
+    (note,) = case_notes(loaded.record, "a")
+    assert "the sform (axes LAS) and the qform (axes RAS) contradict each other" in note
+    assert "the sform is taken" in note
+    assert loaded.label[4, 2, 3] == 1
+    write_nifti(path, label, middle)
+    with pytest.raises(InputError, match="by its sform and the other's qform alone"):
+        load_case(case, channels=("a",), labels=LABELS)
+
+
+def test_channel_and_label_whose_forms_contradict_each_other_are_named(tmp_path):
+    voxels = np.resize(np.uint8([1, 3]), (6, 5, 4))
+    first, second, label = (
+        write_forms(tmp_path / f"c/{name}.nii.gz", voxels, np.eye(4), np.diag([side, 1, 1, 1]))
+        for name, side in zip("012", (1, -1, -1))
+    )
+    case = CaseFiles("c", "p", (first, second), label)
+    (note,) = case_notes(load_case(case, channels=("a", "b"), labels=LABELS).record, "ab")
+    assert note.startswith("b and label: the sform (axes RAS) and the qform (axes LAS)")
 
 
 # --- Values far out of range ---
