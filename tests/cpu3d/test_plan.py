@@ -101,7 +101,7 @@ def test_a_run_keeps_its_stores_order_of_painting_for_the_regions_that_it_learns
     assert list(config.codes_by_region) == ["WT", "ET"]
     answers = np.array([0.9, 0.1], np.float32).reshape(1, 1, 1, 2)
     assert label_from_regions(answers, config.codes_by_region) == 2  # and not 1
-    with pytest.raises(InputError, match="code 1, edema, .* must be painted as WT, got 2"):
+    with pytest.raises(InputError, match=r"code 1, edema, .* must be painted as WT, got 2"):
         decided(store, tmp_path / "all")  # where TC has the code 2
 
 
