@@ -131,7 +131,7 @@ class UNetConfig:
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the network can be made again; without strides if it halves all
-        axes each time, as files of earlier versions have it."""
+        axes each time."""
         fields = dataclasses.asdict(self)
         if not self.strides:
             del fields["strides"]

@@ -266,7 +266,7 @@ static void set_memory(struct job *j)
     j->gradient_units = is_gradient ? units_of_row(j->gradient_width, j->tiles) : 0;
 
     long y_bytes = (long)(sizeof(unit) * (3 * j->row_units + j->gradient_units));
-    long rows = l2_budget(j->op, RING_PERMILLE) / y_bytes - 2; /* of a band, beside its two borders */
+    long rows = l2_budget(j->op, RING_PERMILLE) / y_bytes - 2; /* of a band, without its borders */
     int most = rows < 1 ? 1 : least(rows, j->cut.rows);
     long bands = ceil_div(j->cut.rows, most);
     j->y_rows = (int)ceil_div(j->cut.rows, bands); /* all are about equal */
