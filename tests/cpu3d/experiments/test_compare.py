@@ -247,7 +247,7 @@ def here(monkeypatch):
 
 def test_a_variant_is_really_trained_and_scored(phantom_store, out, here, no_page):
     words = ["--store", phantom_store.folder, "--out", out, *SMALL, "--policy", "speed"]
-    words += ["--minutes", 0.02, "--validations", 1, "--seeds", 3]
+    words += ["--minutes", 0.005, "--validations", 1, "--seeds", 3]
     words += ["--variant", "p", "--mode patch --patch 16 16 16"]
     assert compare(*words) == 0
     assert here == ["train", "evaluate"]
@@ -255,8 +255,9 @@ def test_a_variant_is_really_trained_and_scored(phantom_store, out, here, no_pag
     assert here == ["train", "evaluate"], "all is done"
     (run,) = results(out)["runs"]
     config = load_config(out / "runs/p-seed3")
-    assert (config.budget_minutes, config.validations) == (0.02, 1)
-    assert config.epochs * 4 > run["steps"] >= 1, "the epochs must be no limit"
+    assert (config.budget_minutes, config.validations) == (0.005, 1)
+    epoch = 4 * config.patches_per_case
+    assert config.epochs * epoch > run["steps"] >= 1, "the epochs must be no limit"
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
 
 
