@@ -392,9 +392,6 @@ def summary_lines(store: Store) -> List[str]:
         "size": f"{format_bytes(size_bytes)} on disk",
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes),
     }
-    zeroed = sum(case.zeroed_voxels for case in cases)
-    if zeroed:
-        lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):

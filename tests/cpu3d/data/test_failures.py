@@ -83,7 +83,7 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(tm
     sick[0, 0, 0, 3] = -np.inf
     write_nifti(decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz", sick)
     prepare(tmp_path / "data", tmp_path / "store", **ALL, settings=StoreSettings(zero_nan=True))
-    assert "zeroed   3 NaN or infinite voxels made background" in capsys.readouterr().out
+    assert "note: BRATS_002: 3 NaN or infinite voxels" in capsys.readouterr().out
     store = open_store(tmp_path / "store")
     assert [case.zeroed_voxels for case in store.cases("train")] == [0, 0, 3, 0]
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
