@@ -1,5 +1,5 @@
-"""Beside pyproject.toml: own operations are built into the wheel, for its platform, if there is a C
-compiler."""
+"""Beside pyproject.toml: native operations are built into the wheel, for its platform, if there is
+a C compiler."""
 
 import contextlib
 import subprocess

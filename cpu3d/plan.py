@@ -216,7 +216,9 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
             check_layers(config.unet.dtype)
         why = "TensorFlow's layers compute, which take twice the time and memory"
         todo = "`./run.sh doctor` says what is missing"
-        reasons["own operations"] = f"warning: no own operations ({host.own.why}); {why}; {todo}"
+        reasons["native operations"] = (
+            f"warning: no native operations ({host.native.why}); {why}; {todo}"
+        )
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
         forecast = plan.course.forecast(

@@ -36,7 +36,7 @@ class Kind:
     policy: str  # of memory
     versions: Tuple[str, ...]  # of the engines, as of `engine_version`
     hosts: Tuple[str, ...]  # the CPUs' names
-    instructions: Tuple[str, ...]  # the instruction sets of own operations that were measured
+    instructions: Tuple[str, ...]  # the instruction sets of native operations that were measured
     threads: Tuple[int, ...]  # numbers of threads that were measured
     networks: Tuple[str, ...]  # that were measured
     records: int  # measured steps; the margin is made of all of them
@@ -70,9 +70,9 @@ class Accuracy:
     versions: Dict[str, str] = field(default_factory=dict)
 
     def covering(self, job: Job, instructions: str) -> Tuple[Optional[Kind], str]:
-        """The kind of records that covers a job by own operations of an instruction set; None, and
-        what was not measured, if there is none. For "" TensorFlow's layers compute, which no kind
-        covers."""
+        """The kind of records that covers a job by native operations of an instruction set; None,
+        and what was not measured, if there is none. For "" TensorFlow's layers compute, which no
+        kind covers."""
         if not instructions:
             return None, "TensorFlow's layers"
         for kind in self.kinds:
@@ -93,8 +93,8 @@ class Accuracy:
         return "" if job.threads in kind.threads else counted(job.threads, "thread")
 
     def widest(self, process_peak_bytes: int) -> int:
-        """The upper bound for a predicted peak by the widest margin of any kind of own operations'
-        steps."""
+        """The upper bound for a predicted peak by the widest margin of any kind of native
+        operations' steps."""
         wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
         return max((kind.upper_bound(process_peak_bytes) for kind in self.kinds), default=wide)
 

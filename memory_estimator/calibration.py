@@ -1,7 +1,7 @@
 """A host's constants: the memory of its runtime, and the seconds that a unit of each kind of work
 takes.
 
-Shipped files are in `hosts/`, one for each instruction set of own operations, which is its name:
+Shipped files are in `hosts/`, one for each instruction set of native operations, which is its name:
 some were measured, the others state how they differ from one of these. A host's own file is in the
 user's data directory (`cpu3d.host.speed` writes it) and comes first: shipped constants, with
 seconds scaled to those of measured steps."""
@@ -41,7 +41,7 @@ FEATURES = {
 WORK = ("work", "work, values")  # features that threads share among them
 
 LAYERS_SLOWER = 2.0
-"""Seconds of TensorFlow's layers over those of own operations on the same CPU: assumed."""
+"""Seconds of TensorFlow's layers over those of native operations on the same CPU: assumed."""
 
 FURTHEST = 8.0
 """Measured seconds are at most so many times the predicted ones, and at least that part of them:
@@ -68,7 +68,7 @@ class HostConstants:
     """One host's constants."""
 
     name: str  # such as "AMD EPYC with AVX512_BF16"
-    instructions: str  # the set of own operations there; "" if TensorFlow's layers compute
+    instructions: str  # the set of native operations there; "" if TensorFlow's layers compute
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
     # field -> "measured: how" or "assumed: why", for every field of figures
@@ -81,7 +81,7 @@ class HostConstants:
     baseline_bytes: Dict[str, int]
     # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
     op_bytes: Dict[str, int]
-    l2_bytes: int  # of a core's cache L2, which own operations fill with rows
+    l2_bytes: int  # of a core's cache L2, which native operations fill with rows
     # dtype -> kind of operations -> feature -> seconds a unit
     costs: Dict[str, Dict[str, Dict[str, float]]]
     scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> factor of `costs`
@@ -171,7 +171,7 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
     """This host's own constants, else the shipped ones, with its cache. A damaged file is left out,
-    with a note. Raises InstructionSetError as `Host.own`."""
+    with a note. Raises InstructionSetError as `Host.native`."""
     if host is None:
         host = read_host()
     shipped = constants_of(host)
@@ -186,7 +186,7 @@ def find_constants(host: Optional[Host] = None) -> HostConstants:
 
 
 def constants_of(host: Host) -> HostConstants:
-    """The shipped constants of what computes on a host: own operations of an instruction set, or
+    """The shipped constants of what computes on a host: native operations of an instruction set, or
     TensorFlow's layers, which take LAYERS_SLOWER times as long."""
     if host.instructions in INSTRUCTION_SETS:
         return shipped_constants(host.instructions)
@@ -195,7 +195,7 @@ def constants_of(host: Host) -> HostConstants:
         return dataclasses.replace(base, instructions=host.instructions, origin="assumed")
     each = LAYERS_SLOWER
     costs = {dtype: scaled(kinds, each, each, each) for dtype, kinds in base.costs.items()}
-    name = f"{LAYERS_SLOWER:g} times the seconds of own operations on a {base.name}"
+    name = f"{LAYERS_SLOWER:g} times the seconds of native operations on a {base.name}"
     return dataclasses.replace(base, name=name, instructions="", origin="assumed", costs=costs)
 
 
@@ -215,8 +215,8 @@ def host_file(host: Host) -> Path:
 
 
 def shipped_constants(instructions: str) -> HostConstants:
-    """The shipped constants for hosts whose own operations use an instruction set; "" is none, as
-    avx2."""
+    """The shipped constants for hosts whose native operations use an instruction set; "" is none,
+    as avx2."""
     return load_constants(instructions or "avx2")
 
 

@@ -50,7 +50,7 @@ RULES: Dict[Group, str] = {
 
 CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json` names
 
-SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
+SCRATCH_RULE = "derived: native operations' buffers, each at its largest"
 
 # groups that live during few operations: the bill names their tensors
 NAMED_SINGLY = (Group.TRANSIENTS, Group.SCRATCH)
@@ -157,8 +157,8 @@ class Estimate:
 
 def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = None) -> Estimate:
     """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds
-    the bound holds for its validations too. Steps are predicted as own operations of the constants'
-    instruction set compute them, or as TensorFlow's layers do where there is none."""
+    the bound holds for its validations too. Steps are predicted as native operations of the
+    constants' instruction set compute them, or as TensorFlow's layers do where there is none."""
     if accuracy is None:
         accuracy = load_accuracy()
     paper = _on_paper(job, constants.instructions)

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, 
 
 from models.engine import is_held_below_avx512
 from models.native import instruction_sets
-from models.native.library import OwnOperations, own_operations
+from models.native.library import NativeOperations, native_operations
 from models.native.shared import DEFAULT_L2_BYTES
 
 ISA_FLAGS = (
@@ -23,19 +23,19 @@ ISA_FLAGS = (
     *("avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
 )
-"""The instruction sets that matter to own operations and oneDNN, in the spelling of
+"""The instruction sets that matter to native operations and oneDNN, in the spelling of
 /proc/cpuinfo."""
 
 _ALL = instruction_sets.INSTRUCTION_SETS
 INSTRUCTION_SETS = tuple(name for name, each in _ALL.items() if not each.emulated)
-"""Names of those that own operations are compiled for, the fastest first."""
+"""Names of those that native operations are compiled for, the fastest first."""
 
 
 _SC_LEVEL2_CACHE_SIZE = 191  # of glibc (bits/confname.h), which Python has no name for
 
 
 def instruction_set(isa: Sequence[str], cpu_model: str) -> str:
-    """The best for own operations on a CPU with these ISA_FLAGS; "" for none. It is what a
+    """The best for native operations on a CPU with these ISA_FLAGS; "" for none. It is what a
     described host is taken to compute with. On this host the library is asked
     (`Host.instructions`)."""
     return instruction_sets.best_instruction_set(isa, on_intel="Intel" in cpu_model)
@@ -85,21 +85,21 @@ class Host:
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
 
     @property
-    def own(self) -> OwnOperations:
-        """What own operations compute with: by their library's answer here, else what suits the
+    def native(self) -> NativeOperations:
+        """What native operations compute with: by their library's answer here, else what suits the
         CPU. Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
         if self.is_here:
-            return own_operations()
+            return native_operations()
         best = instruction_set(self.isa, self.cpu_model)
         flags = [flag for flag in self.isa if flag not in instruction_sets.BFLOAT16_FLAGS]
         why = "" if best else "the CPU lacks avx2"
-        return OwnOperations(instruction_set(flags, self.cpu_model), best, why)
+        return NativeOperations(instruction_set(flags, self.cpu_model), best, why)
 
     @property
     def instructions(self) -> str:
-        """The instruction set of own operations for bfloat16 maps, the best one; "" if TensorFlow's
-        layers compute."""
-        return self.own.bfloat16
+        """The instruction set of native operations for bfloat16 maps, the best one; "" if
+        TensorFlow's layers compute."""
+        return self.native.bfloat16
 
     @property
     def fast_bfloat16(self) -> bool:

@@ -43,10 +43,10 @@ class PlannedHost:
     @functools.cached_property
     def constants(self) -> HostConstants:
         """Those of `calibration`, else of what computes on this host, or on one with its CPU that
-        is set up as it should be: own operations run there."""
+        is set up as it should be: native operations run there."""
         if self.calibration:
             return load_constants(self.calibration)
-        if not self._assumes_own_operations:
+        if not self._assumes_native_operations:
             return find_constants(self.here)
         described = dataclasses.replace(self.here, is_here=False)
         if described.instructions:
@@ -56,7 +56,7 @@ class PlannedHost:
     @property
     def best_dtype(self) -> str:
         """The compute dtype that `train` takes there by itself."""
-        if not self.calibration and not self._assumes_own_operations:
+        if not self.calibration and not self._assumes_native_operations:
             return self.here.best_dtype
         is_fast = self.constants.instructions in BFLOAT16_PRODUCTS
         return "bfloat16" if is_fast else "float32"
@@ -66,14 +66,14 @@ class PlannedHost:
         notes = []
         constants = predicted.constants
         if not constants.instructions:
-            why = self.here.own.why or _no_compiler()
+            why = self.here.native.why or _no_compiler()
             rough = "TensorFlow's layers compute here, so memory and time are rough"
-            notes.append(f"{rough}; no own operations: {why}")
-        elif not self.calibration and self._assumes_own_operations:
+            notes.append(f"{rough}; no native operations: {why}")
+        elif not self.calibration and self._assumes_native_operations:
             name = constants.instructions
             setup = as_typed("./run.sh setup")
             notes.append(
-                f"assumes that own operations compute, with {name}, as `{setup}` builds them"
+                f"assumes that native operations compute, with {name}, as `{setup}` builds them"
             )
         threads = predicted.job.threads
         if constants.instructions and threads not in (1, constants.threads):
@@ -85,16 +85,16 @@ class PlannedHost:
         return notes
 
     @property
-    def _assumes_own_operations(self) -> bool:
-        """Whether own operations are assumed, and not asked for: on a host that is described, and
-        here before TensorFlow is installed, as the set-up builds both."""
+    def _assumes_native_operations(self) -> bool:
+        """Whether native operations are assumed, and not asked for: on a host that is described,
+        and here before TensorFlow is installed, as the set-up builds both."""
         if self.memory:
             return True
         return not (has_tensorflow() or self.here.instructions or _no_compiler())
 
 
 def _no_compiler() -> str:
-    """Why a set-up here could not build own operations; "" if it could."""
+    """Why a set-up here could not build native operations; "" if it could."""
     try:
         check_platform()
         find_compiler()

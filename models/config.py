@@ -63,7 +63,7 @@ POLICIES = ("speed", "lean")
 """
 
 MOST_SIDE = 2**31 - 1  # voxels along an axis
-MOST_CHANNELS = 2**14  # of a map, as own operations take it (models/native/door.c)
+MOST_CHANNELS = 2**14  # of a map, as native operations take it (models/native/tf_ops.c)
 EPSILON = 1e-5  # added to the variance by every norm
 # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
 MOMENTUM = 0.9

@@ -1,4 +1,4 @@
-"""What the layers of TensorFlow and of ITEX compute in on this host, where own operations do
+"""What the layers of TensorFlow and of ITEX compute in on this host, where native operations do
 not."""
 
 import os

@@ -19,32 +19,32 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     """The Keras layer of a layer of the plan. Only heads have a bias: the layers after the others
     normalise or add one. Logits are of the compute dtype, as all else: the loss casts them to
     float32."""
-    own: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
+    native: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
     if op.kind in NORM_KINDS:
         has_relu = op.kind is LayerKind.NORM_ACT
-        return NormActivation(config.norm, has_relu, **own)
+        return NormActivation(config.norm, has_relu, **native)
     plain: Dict[LayerKind, Callable[[], Any]] = {
-        LayerKind.POOL: lambda: FirstMaxPool(op.strides, **own),
-        LayerKind.UPSAMPLE: lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
-        LayerKind.CONCAT: lambda: tf.keras.layers.Concatenate(**own),
-        LayerKind.ACT: lambda: tf.keras.layers.ReLU(**own),
+        LayerKind.POOL: lambda: FirstMaxPool(op.strides, **native),
+        LayerKind.UPSAMPLE: lambda: tf.keras.layers.UpSampling3D(op.strides, **native),
+        LayerKind.CONCAT: lambda: tf.keras.layers.Concatenate(**native),
+        LayerKind.ACT: lambda: tf.keras.layers.ReLU(**native),
     }
     if op.kind in plain:
         return plain[op.kind]()
     width = op.shape[3]
     if op.kind is LayerKind.PLAIN:
-        return PlainLayer(op, config.seed, **own)
-    own["kernel_initializer"] = initial_kernel(config.seed, op.name)
+        return PlainLayer(op, config.seed, **native)
+    native["kernel_initializer"] = initial_kernel(config.seed, op.name)
     if op.kind is LayerKind.SHORTCUT:
-        return ShortcutSum(width, **own)
+        return ShortcutSum(width, **native)
     if op.kind is LayerKind.UP_CONV:
-        own.update(strides=op.strides, use_bias=False)
-        return tf.keras.layers.Conv3DTranspose(width, op.kernel, **own)
-    own.update(padding="same")
+        native.update(strides=op.strides, use_bias=False)
+        return tf.keras.layers.Conv3DTranspose(width, op.kernel, **native)
+    native.update(padding="same")
     if op.kind is LayerKind.HEAD:
         bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
-        return Head(width, op.kernel, bias_initializer=bias, **own)
-    return tf.keras.layers.Conv3D(width, op.kernel, use_bias=False, **own)
+        return Head(width, op.kernel, bias_initializer=bias, **native)
+    return tf.keras.layers.Conv3D(width, op.kernel, use_bias=False, **native)
 
 
 def one_or_all(tensors: List[Any]) -> Any:

@@ -1,5 +1,5 @@
 """Operations of a network that TensorFlow computes, with gradients by its tape: a new block needs
-no C. They take longer and more memory than own operations.
+no C. They take longer and more memory than native operations.
 
     PLAIN["gate"] = PlainOperation(weights=gate_weights, compute=gate)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional, Sequence, Tuple
 
 
 class Kind(Enum):
-    """What an operation does. Those of own operations are named as in models/native/native.h."""
+    """What an operation does. Those of native operations are named as in models/native/native.h."""
 
     # 3x3x3 convolutions of maps side by side, plus `add`
     CONVOLVE = "convolve"

@@ -1,5 +1,5 @@
 """A U-Net's forward and backward pass, computed operation by operation as models/program.py lists
-them, by own operations (models/native/operations.py).
+them, by native operations (models/native/operations.py).
 
 Each operation waits for the one before, so the maps in memory at a time are known, and a map whose
 last reader has its shape is written over.

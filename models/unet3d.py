@@ -1,4 +1,4 @@
-"""The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
+"""The 3D U-Net as a Keras model: plain layers, and native operations in their place if they run."""
 
 import sys
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -41,7 +41,7 @@ class UNet3D(tf.keras.Model):
         }
 
     def call(self, inputs: Any, training: Optional[bool] = None, mask: Any = None) -> Any:
-        """The logits as Keras asks for them: by own operations if they run, else layer by layer.
+        """The logits as Keras asks for them: by native operations if they run, else layer by layer.
         A SavedModel and a step that XLA compiles have the layers, as neither can hold own
         operations.
 
@@ -100,7 +100,7 @@ class UNet3D(tf.keras.Model):
         return supervised.loss, supervised.score, gradients
 
     def export(self, filepath: str, *args: Any, **kwargs: Any) -> None:
-        """Keras' `export`, of plain layers: other hosts have no own operations."""
+        """Keras' `export`, of plain layers: other hosts have no native operations."""
         layers = tf.keras.Model(self.input, self.output, name=self.name)
         layers.export(filepath, *args, **kwargs)
 

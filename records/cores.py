@@ -1,4 +1,5 @@
-"""Efficiency on paper: how well own operations of a training step fill many cores, measured on few.
+"""Efficiency on paper: how well native operations of a training step fill many cores, measured on
+few.
 
     python -m records.kernels --threads 28 56 --shape 240 240 160
 
@@ -21,11 +22,11 @@ from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.step.scratch import scratch_bytes
-from memory_estimator.step.timeline import OwnOperation
+from memory_estimator.step.timeline import NativeOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.calls import load, operation
-from models.native.library import own_operations
+from models.native.library import native_operations
 
 INPUTS = "channels"
 OUTPUTS = "outputs"
@@ -96,7 +97,9 @@ def efficiency_tables(record: Result) -> List[Table]:
     title += f"{record['host']['cpu']}: time of one thread over T times that of T threads"
     sizes = record["scratch_bytes"]
     memory = [(threads, f"{size / 2**20:.0f}") for threads, size in sizes.items()]
-    of_memory = Table(("threads", "MiB besides the maps"), memory, title="Memory of own operations")
+    of_memory = Table(
+        ("threads", "MiB besides the maps"), memory, title="Memory of native operations"
+    )
     return [Table(heads, lines, title=title, names=2), of_memory]
 
 
@@ -116,22 +119,22 @@ def _figures(rows: Sequence[Result], counts: Sequence[int]) -> List[str]:
 
 
 def measure(request: Dict[str, Any]) -> Result:
-    """Seconds on paper of each different own operation of a step; raises InputError if there are
+    """Seconds on paper of each different native operation of a step; raises InputError if there are
     none that load here."""
-    own = own_operations()
+    own = native_operations()
     host = read_host()
     dtype = request["dtype"]
     if own.kernels is None:
-        rule = f"own operations must load here, got none: {own.why}"
+        rule = f"native operations must load here, got none: {own.why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
     instructions = own.of(dtype)
     counts = sorted({1, *request["threads"]})
     unet = UNetConfig(filters=request["filters"], dtype=dtype)
     program = training_step(Job(unet, tuple(request["shape"])))
-    calls: Dict[Tuple[OwnOperation, bool], int] = {}
+    calls: Dict[Tuple[NativeOperation, bool], int] = {}
     for op in program.ops:
-        if op.own:
-            key = op.own, op.is_in_place
+        if op.native:
+            key = op.native, op.is_in_place
             calls[key] = calls.get(key, 0) + 1
     library = load(own.kernels)
     rows = []
@@ -149,7 +152,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
 def seconds_on_paper(
     library: Any,
-    op: OwnOperation,
+    op: NativeOperation,
     in_place: bool,
     counts: Sequence[int],
     rounds: int,
@@ -171,7 +174,7 @@ def seconds_on_paper(
     return best
 
 
-def call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
+def call_of(op: NativeOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     """An operation on noise, and the arrays that it points to, which must live as long."""
     about = MAPS[op.kind]
     is_loss = op.kind.startswith("loss_")

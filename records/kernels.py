@@ -1,4 +1,4 @@
-"""Time own operations (models/native), the 3x3x3 convolutions, and the engine's in turn.
+"""Time native operations (models/native), the 3x3x3 convolutions, and the engine's in turn.
 
     python -m records.kernels
     python -m records.kernels --dtype bfloat16 --record records/kernels.jsonl
@@ -29,7 +29,7 @@ from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from models.config import DTYPES
 from models.engine import check_layers
-from models.native.library import own_operations
+from models.native.library import native_operations
 from models.native.shared import MOST_THREADS
 from records import cores, overlap
 from records.command import main
@@ -52,7 +52,7 @@ class Options:
     threads: Optional[Tuple[int, ...]] = option(
         None,
         "threads (default: those of a training step); several, or more than this host has cores: "
-        "efficiency on paper of all own operations of a step",
+        "efficiency on paper of all native operations of a step",
         "N",
         at_least=1,
         at_most=MOST_THREADS,
@@ -64,7 +64,7 @@ class Options:
     rounds: int = option(5, "runs of each operation; the fastest counts", at_least=1)
     overlap: bool = option(
         False,
-        "with AMX: own operations of a step beside their products of tiles alone, and the rest "
+        "with AMX: native operations of a step beside their products of tiles alone, and the rest "
         "alone; compiles the library twice",
     )
 
@@ -161,13 +161,13 @@ def _intensity(row: Result) -> float:
 
 
 def measure(request: Dict[str, Any]) -> Result:
-    """Time every operation in `request["dtypes"]`; raises InputError if own operations cannot be
+    """Time every operation in `request["dtypes"]`; raises InputError if native operations cannot be
     loaded."""
     tf, facts = set_up_for(request)
     from models.native.operations import available
 
     if not available():
-        rule = f"own operations must load here, got none: {own_operations().why}"
+        rule = f"native operations must load here, got none: {native_operations().why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
     for dtype in request["dtypes"]:
         check_layers(dtype)
@@ -230,7 +230,7 @@ def timed_operations(
 def _operations(
     tf: Any, dtype: str, grid: Tuple[int, ...], inputs: int, outputs: int
 ) -> Dict[str, Pair]:
-    """Name -> the engine's and the own operation, without arguments."""
+    """Name -> the engine's and the native operation, without arguments."""
     from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
     same = {"strides": [1] * 5, "padding": "SAME"}

@@ -94,7 +94,7 @@ class Measured:
     failure: str = ""  # the error instead; nothing was measured then
     host: str = ""  # the CPU's name
     isa: Tuple[str, ...] = ()  # its flags
-    instructions: str = ""  # the instruction set of own operations there
+    instructions: str = ""  # the instruction set of native operations there
     version: str = ""  # of the engine, as of `engine_version`
     date: str = ""
 

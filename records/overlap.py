@@ -23,13 +23,13 @@ from memory_estimator.common.table import Bold, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.step.timeline import OwnOperation
+from memory_estimator.step.timeline import NativeOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.build import build
 from models.native.calls import load
 from models.native.instruction_sets import DIRECT_PRODUCTS
-from models.native.library import own_operations
+from models.native.library import native_operations
 from records.cores import call_of
 
 DTYPE = "bfloat16"
@@ -90,17 +90,17 @@ def _figures(seconds: Dict[str, float]) -> List[str]:
 def measure(request: Dict[str, Any]) -> Result:
     """Seconds of each different operation of a step that is computed in tiles; raises InputError
     where none is, and where the parts cannot be built."""
-    own = own_operations()
+    own = native_operations()
     instructions = own.of(DTYPE)
     if own.kernels is None or instructions not in DIRECT_PRODUCTS:
-        rule = "own operations must compute by amx here"
+        rule = "native operations must compute by amx here"
         raise InputError(f"{rule}, got {instructions or own.why}; run it on a CPU with AMX")
     threads = request["threads"]
-    calls: Dict[Tuple[OwnOperation, bool], int] = {}
+    calls: Dict[Tuple[NativeOperation, bool], int] = {}
     unet = UNetConfig(filters=request["filters"], dtype=DTYPE)
     for step_op in training_step(Job(unet, tuple(request["shape"]))).ops:
-        if step_op.own and step_op.own.kind in IN_TILES:
-            key = step_op.own, step_op.is_in_place
+        if step_op.native and step_op.native.kind in IN_TILES:
+            key = step_op.native, step_op.is_in_place
             calls[key] = calls.get(key, 0) + 1
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -121,12 +121,12 @@ def _built(switch: str, folder: Path) -> Path:
     try:
         return build([f"-D{switch}"], folder).kernels
     except (OSError, subprocess.CalledProcessError) as error:
-        rule = "own operations must be compiled here for their parts"
+        rule = "native operations must be compiled here for their parts"
         raise InputError(f"{rule}, got {error}; install a C compiler") from None
 
 
 def _seconds(
-    libraries: Dict[str, Any], op: OwnOperation, in_place: bool, threads: int, rounds: int
+    libraries: Dict[str, Any], op: NativeOperation, in_place: bool, threads: int, rounds: int
 ) -> Dict[str, float]:
     """The fewest seconds of each library, in turn."""
     call, _arrays = call_of(op, in_place)

@@ -211,7 +211,7 @@ SECTIONS = {
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
     "kernels.jsonl": (
-        "Own operations beside the engine's",
+        "Native operations beside the engine's",
         lambda path: _tables(path, KERNELS, kernels_table),
     ),
 }

@@ -60,8 +60,8 @@ def run(options: Options) -> int:
     measured = []
     path = options.out if options.out else valid(host_file, host)
     if not computes_as_predicted():
-        rule = f"own operations must be built and {VARIABLE} unset, as only these are predicted"
-        got = host.own.why or os.environ.get(VARIABLE)
+        rule = f"native operations must be built and {VARIABLE} unset, as only these are predicted"
+        got = host.native.why or os.environ.get(VARIABLE)
         todo = "run python -m models.native.build, or unset the variable"
         raise InputError(f"{rule}, got {got}; {todo}")
     writable_folder(path.parent, "folder")

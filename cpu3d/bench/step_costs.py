@@ -166,8 +166,8 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
 
 
 def instructions_of(record: Mapping[str, Any]) -> str:
-    """The instruction set of own operations in a record; "" if TensorFlow's layers computed.
-    Records before 2026-11-27, all of own operations, do not have it, nor all flags: a CPU with
+    """The instruction set of native operations in a record; "" if TensorFlow's layers computed.
+    Records before 2026-11-27, all of native operations, do not have it, nor all flags: a CPU with
     AVX512_VNNI has these three."""
     host = record["host"]
     if "instructions" in host:

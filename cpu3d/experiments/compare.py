@@ -369,8 +369,8 @@ def _compare_finished(options: Options) -> int:
     first = next(iter(runs.values()))
     store = store_of_run(load_config(first), options.store)
     out = writable_folder(options.out, "folder of --out")
-    is_own = (out / RESULTS).is_file() and not (out / COMPARISON).is_file()
-    if not (is_own or is_untouched(out, RESULTS)):
+    is_native = (out / RESULTS).is_file() and not (out / COMPARISON).is_file()
+    if not (is_native or is_untouched(out, RESULTS)):
         rule = f"--out {out} must be empty or hold a {RESULTS}"
         raise InputError(f"{rule}, got other files; choose another")
     answers = [_read(name, seed, folder, options) for (name, seed), folder in runs.items()]

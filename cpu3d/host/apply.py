@@ -22,7 +22,7 @@ from cpu3d.util.records import versions
 from memory_estimator.host import Host
 from memory_estimator.installed import ENGINES, how_to_install, itex_is_installed
 from models.engine import itex_is_loaded
-from models.native.library import own_operations
+from models.native.library import native_operations
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
@@ -94,9 +94,9 @@ def set_up(
     of it. If the process has imported TensorFlow before, the plan is only returned; engine and
     device are still checked, and RuntimeError is raised if it computes on another device. Raises
     InputError for numbers of workers that `thread_plans` refuses, and InstructionSetError as
-    `own_operations`.
+    `native_operations`.
     """
-    own_operations()  # which may be built first, and refuses before anything is imported
+    native_operations()  # which may be built first, and refuses before anything is imported
     topology = read_topology()
     fresh = "tensorflow" not in sys.modules
     index, count = local if fresh else (0, 1)  # later the topology is this process's part already

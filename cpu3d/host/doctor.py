@@ -40,7 +40,7 @@ from models.native.library import VARIABLE
 # Free for a worker: less than a whole brain takes in the reference network at policy speed.
 FEW_BYTES = 8 * GIB
 
-NO_SET = "no AVX2"  # of a CPU on which own operations do not run
+NO_SET = "no AVX2"  # of a CPU on which native operations do not run
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
 
 
 def instruction_checks(host: Host) -> List[Check]:
-    """Checks of the instruction set that own operations compute with, beside the best that the CPU
-    has."""
-    own = host.own
+    """Checks of the instruction set that native operations compute with, beside the best that the
+    CPU has."""
+    own = host.native
     name = "instruction set"
     cpu = instruction_set(host.isa, host.cpu_model) or NO_SET
     dtype = Check("dtype", "ok", "training computes in bfloat16")
@@ -160,9 +160,9 @@ def instruction_checks(host: Host) -> List[Check]:
         words = "training computes in float32"
         more = "AVX512_BF16 or AMX would halve its time and its memory"
         dtype = Check("dtype", "note", f"{words}; {more}")
-    result = f"{own.bfloat16} of own operations; the CPU has {cpu}"
+    result = f"{own.bfloat16} of native operations; the CPU has {cpu}"
     if not own.bfloat16:
-        why = f"none of own operations ({own.why})"
+        why = f"none of native operations ({own.why})"
         result = f"{why}: TensorFlow's layers compute; the CPU has {cpu}"
         if cpu == NO_SET:
             return [Check(name, "note", result), dtype]

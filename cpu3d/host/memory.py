@@ -14,7 +14,7 @@ from memory_estimator.host import read_text, sizes
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.layer_step import step_of
-from models.native.library import own_operations
+from models.native.library import native_operations
 
 COUNTED_ROWS = 16
 """Of a reserved piece from which on the count of the most begins after it. To begin it again makes
@@ -74,7 +74,7 @@ def reserve(job: Job) -> None:
     does not give as much, nothing changes."""
     import tensorflow as tf
 
-    program = step_of(job, own_operations().bfloat16)
+    program = step_of(job, native_operations().bfloat16)
     rows = -(-region_bytes(program) // ROW_BYTES)
     with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
         tf.raw_ops.Empty(shape=[rows, ROW_BYTES], dtype=tf.uint8, init=False)

@@ -1,4 +1,4 @@
-"""A self-test of TensorFlow and own operations on this host, in a fresh process.
+"""A self-test of TensorFlow and native operations on this host, in a fresh process.
 
 for check in self_test():
     print(check.name, check.state, check.result, check.advice)
@@ -98,57 +98,58 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
     return Check("engine", "ok", name)
 
 
-def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
+def native_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
     """Check all of models/native/ in each dtype that a training here may have, and so with its
     instruction set: a small network's answers and gradients against those of its Keras layers in
     float32."""
     from models.native.operations import available
 
     if not available():
-        result = f"{host.own.why}: TensorFlow's layers compute, in about twice the time and memory"
+        result = (
+            f"{host.native.why}: TensorFlow's layers compute, in about twice the time and memory"
+        )
         todo = "install a C compiler, then python -m models.native.build"
-        return Check("own operations", "warn", result, todo)
+        return Check("native operations", "warn", result, todo)
     results = []
     is_right = True
     for dtype in dict.fromkeys(("float32", host.best_dtype)):
-        errors = [_own_errors(tf, dtype, residual) for residual in (False, True)]
+        errors = [_native_errors(tf, dtype, residual) for residual in (False, True)]
         answers, gradients = (max(each) for each in zip(*errors))
         is_right &= answers < MOST_ERROR and gradients < MOST_GRADIENT_ERROR[dtype]
         within = f"answers within {answers:.1e}, gradients within {gradients:.1e}"
-        results.append(f"{host.own.of(dtype)} in {dtype}, {within}")
+        results.append(f"{host.native.of(dtype)} in {dtype}, {within}")
     cpu = instruction_set(host.isa, host.cpu_model) or "no AVX2"
     result = f"{'; '.join(results)} of TensorFlow's layers; the CPU has {cpu}"
     if not is_right:
         todo = "set CPU3D_INSTRUCTION_SET=avx2, and report it"
-        return Check("own operations", "fail", result, todo)
-    return Check("own operations", "ok", result)
+        return Check("native operations", "fail", result, todo)
+    return Check("native operations", "ok", result)
 
 
-def own_speed(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Compare a convolution by own operations with the most that products alone reach here."""
+def native_speed(tf: Any, host: Host, engine: Optional[str]) -> Check:
+    """Compare a convolution by native operations with the most that products alone reach here."""
     from models.native.operations import available
     from models.native.throughput import speed
 
     name = "own speed"
     if not available():
-        return Check(name, "skipped", "there are no own operations here")
+        return Check(name, "skipped", "there are no native operations here")
     results = []
     shares = []
     for dtype in dict.fromkeys(("float32", host.best_dtype)):
         measured = speed(dtype)
         shares.append(measured.share)
         limit = f"{measured.limit / 1e9:.0f} GFLOP/s"
-        results.append(
-            f"{host.own.of(dtype)} in {dtype}, {measured.share:.0%} of this host's limit of {limit}"
-        )
+        name = host.native.of(dtype)
+        results.append(f"{name} in {dtype}, {measured.share:.0%} of this host's limit of {limit}")
     result = f"a convolution by {'; by '.join(results)}"
     if min(shares) < SLOW_SHARE or max(shares) > FAST_SHARE:
         return Check(name, "warn", result, "try again when the host is quiet")
     return Check(name, "ok", result)
 
 
-def _own_errors(tf: Any, dtype: str, residual: bool) -> Tuple[float, float]:
-    """The errors of a network's answers and of its gradients by own operations, as shares of the
+def _native_errors(tf: Any, dtype: str, residual: bool) -> Tuple[float, float]:
+    """The errors of a network's answers and of its gradients by native operations, as shares of the
     norms of what its layers give in float32. In float32 the largest of a weight's gradient; in
     bfloat16, where single ones are noise, of all together."""
     from models.config import UNetConfig
@@ -179,8 +180,8 @@ def _own_errors(tf: Any, dtype: str, residual: bool) -> Tuple[float, float]:
 
 TESTS: Dict[str, Callable[[Any, Host, Optional[str]], Check]] = {
     "engine": engine_in_force,
-    "own operations": own_operations,
-    "own speed": own_speed,
+    "native operations": native_operations,
+    "own speed": native_speed,
 }
 """In this order; the first also shows whether TensorFlow can be imported at all."""
 

@@ -32,7 +32,7 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
-from models.native.library import VARIABLE, own_operations
+from models.native.library import VARIABLE, native_operations
 
 # The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for
 # the most part.
@@ -116,9 +116,9 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def computes_as_predicted() -> bool:
-    """Whether steps are computed as the estimator's constants have them: by own operations, of the
-    best instruction set. Raises InstructionSetError as `own_operations`."""
-    return own_operations().door is not None and not os.environ.get(VARIABLE)
+    """Whether steps are computed as the estimator's constants have them: by native operations, of
+    the best instruction set. Raises InstructionSetError as `native_operations`."""
+    return native_operations().tf_ops is not None and not os.environ.get(VARIABLE)
 
 
 class Observer:

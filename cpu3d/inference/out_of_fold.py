@@ -52,10 +52,10 @@ def is_scored(run: Path) -> bool:
             return False
         scores = read_scores(path)
         evidence = _evidence(scores)
-        is_own = scores.get("fold") == load_config(run).fold
+        is_native = scores.get("fold") == load_config(run).fold
     except (InputError, KeyError, ValueError):  # damaged, or of another version
         return False
-    return is_own and all(_label_map(path, case_id).is_file() for case_id in evidence)
+    return is_native and all(_label_map(path, case_id).is_file() for case_id in evidence)
 
 
 def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:

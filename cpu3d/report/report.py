@@ -227,7 +227,7 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     bound = most("upper_bound_bytes")
     scratch = "with cuDNN's workspaces, without CUDA's context"
     if device == "cpu":
-        scratch = "without own operations' scratch"
+        scratch = "without native operations' scratch"
     coarse_s = run.history.median_step_s(coarse_steps, coarse=True, waiting=False)
     full_s = run.history.median_step_s(coarse_steps, waiting=False)
     of_step = "median, without waiting"

@@ -210,9 +210,9 @@ class Learner:
         """Losses, Dice and notes of all workers, summed in one vector with the gradients, which
         `_take` puts in place."""
         workers = self._exchange.count
-        is_own = np.zeros(workers, np.float32)  # 1 at this worker's rank
-        is_own[self._exchange.rank] = 1
-        total = self._exchange.sum(self._pack(losses, dice, note * is_own, is_own))
+        is_native = np.zeros(workers, np.float32)  # 1 at this worker's rank
+        is_native[self._exchange.rank] = 1
+        total = self._exchange.sum(self._pack(losses, dice, note * is_native, is_native))
         sizes = (losses.size, dice.size, workers, workers)  # in the order of `_packed`
         end = total[-sum(sizes) :].numpy()
         losses, all_dice, notes, fingerprints = np.split(end, np.cumsum(sizes)[:-1])
@@ -237,13 +237,13 @@ class Learner:
             total.assign_add(-total)
 
     def _packed(
-        self, losses: tf.Tensor, dice: tf.Tensor, notes: tf.Tensor, is_own: tf.Tensor
+        self, losses: tf.Tensor, dice: tf.Tensor, notes: tf.Tensor, is_native: tf.Tensor
     ) -> tf.Tensor:
         """(n,) float32: gradients, moving statistics, losses, Dice, notes, and the fingerprints of
         the workers' weights, of which this one knows its own."""
         are_moving = {id(moving) for moving in self._moving}
         alike = [weight for weight in self.model.weights if id(weight) not in are_moving]
-        fingerprints = fingerprint(alike) * is_own
+        fingerprints = fingerprint(alike) * is_native
         shares = [moving / self._exchange.count for moving in self._moving]
         members = (*self._sums, *shares, losses, dice, notes, fingerprints)
         return tf.concat([tf.reshape(member, [-1]) for member in members], 0)

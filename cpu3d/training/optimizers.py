@@ -236,8 +236,8 @@ def orthogonal(kernel: tf.Tensor, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] =
 
     Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. The factor of X depends on G
     alone, so only that is iterated, B x B in size, times the root of c, and X, which has many more
-    rows, is multiplied once. `operations.orthogonal` is the same, faster, where own operations run.
-    """
+    rows, is multiplied once. `operations.orthogonal` is the same, faster, where native operations
+    run."""
     rows, columns = matrix_shape(kernel.shape)
     matrix = tf.reshape(kernel, (rows, columns))
     wide = rows < columns

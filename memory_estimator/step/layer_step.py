@@ -41,14 +41,14 @@ LOSS_MAPS = {Kind.LOSS_SUMS: LossMaps(4, 16), Kind.LOSS_SLOPE: LossMaps(4, 21)}
 
 
 def step_of(job: Job, instructions: str) -> Program:
-    """A step of `job` as it is computed: by own operations of an instruction set, or by layers if
-    that is ""."""
+    """A step of `job` as it is computed: by native operations of an instruction set, or by layers
+    if that is ""."""
     return training_step(job) if instructions else layer_step(job)
 
 
 def layer_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
-    writer = Writer(job, own=False)
+    writer = Writer(job, native=False)
     reset_sums(writer)
     layers = _Layers(writer)
     heads = layers.forward()

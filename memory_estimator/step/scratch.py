@@ -1,5 +1,5 @@
-"""Memory of own operations outside TensorFlow's allocator, and how busy they keep their threads, as
-their library answers (models/native/calls.py).
+"""Memory of native operations outside TensorFlow's allocator, and how busy they keep their threads,
+as their library answers (models/native/calls.py).
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -10,7 +10,7 @@ import ctypes
 import functools
 from typing import Iterable, List, NamedTuple, Optional
 
-from memory_estimator.step.timeline import OwnOperation, StepOp
+from memory_estimator.step.timeline import NativeOperation, StepOp
 from models.native import build, calls
 from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import DTYPE_CODES
@@ -46,12 +46,12 @@ class Scratch(NamedTuple):
 def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_bytes: int) -> int:
     """All buffers after these operations, with an instruction set and so large a cache L2; at most,
     where no library can be asked."""
-    own_ops = [op for op in ops if op.own]
+    native_ops = [op for op in ops if op.native]
     every: List[Scratch] = []
-    for op in own_ops:
+    for op in native_ops:
         scratch = _answer(op, threads, instructions, l2_bytes)
         if scratch is None:
-            return scratch_bound(own_ops, threads, l2_bytes)
+            return scratch_bound(native_ops, threads, l2_bytes)
         every.append(scratch)
     total = _mapped(max((each.passing_bytes for each in every), default=0))
     counted = 0
@@ -76,25 +76,25 @@ def scratch_bound(ops: Iterable[StepOp], threads: int, l2_bytes: int) -> int:
     kept = 0
     filters = 0
     for op in ops:
-        own = op.own
-        if own and own.kind != "orthogonal":
-            _, y, z = own.grid
-            channels = 32 + own.channels + own.outputs
-            saved = 2 * (y + 2) * z * own.outputs * own.value_bytes if op.is_in_place else 0
+        native = op.native
+        if native and native.kind != "orthogonal":
+            _, y, z = native.grid
+            channels = 32 + native.channels + native.outputs
+            saved = 2 * (y + 2) * z * native.outputs * native.value_bytes if op.is_in_place else 0
             kept = max(kept, 2**6 * (z + 16) * channels + saved)
-            filters = max(filters, own.channels * own.outputs)
+            filters = max(filters, native.channels * native.outputs)
     return threads * (l2_bytes + kept + THREAD_BYTES) + 3 * 216 * filters
 
 
 def _answer(op: StepOp, threads: int, instructions: str, l2_bytes: int) -> Optional[Scratch]:
-    if op.own is None or not instructions:
+    if op.native is None or not instructions:
         return None
-    return scratch_of(op.own, threads, instructions, l2_bytes, op.is_in_place)
+    return scratch_of(op.native, threads, instructions, l2_bytes, op.is_in_place)
 
 
 @functools.lru_cache(maxsize=4096)  # a validation has the operations of a step
 def scratch_of(
-    op: OwnOperation,
+    op: NativeOperation,
     threads: int,
     instructions: str,
     l2_bytes: int,

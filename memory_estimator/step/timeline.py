@@ -44,8 +44,9 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class OwnOperation:
-    """An own operation in the terms of models/native/native.h, for its memory besides the maps."""
+class NativeOperation:
+    """A native operation in the terms of models/native/native.h, for its memory besides the
+    maps."""
 
     kind: str  # of `models.native.shared.KINDS`
     batch: int
@@ -73,7 +74,7 @@ class StepOp:
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new
     memory."""
-    own: Optional[OwnOperation] = None  # None for TensorFlow's operations
+    native: Optional[NativeOperation] = None  # None for TensorFlow's operations
     flops: int = 0  # multiply-adds counted as 2
     # bytes read and written, each tensor once: the least any implementation moves
     traffic_bytes: int = 0

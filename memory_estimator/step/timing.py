@@ -2,7 +2,7 @@
 host's own calibration.
 
 On top comes a constant for every operation, for TensorFlow's work between them. With many threads
-the pieces that an own operation is cut into are not equally large: some threads wait for others.
+the pieces that a native operation is cut into are not equally large: some threads wait for others.
 """
 
 from typing import Dict, Tuple

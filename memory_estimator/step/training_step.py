@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.timeline import Group, OwnOperation, Program, StepOp
+from memory_estimator.step.timeline import Group, NativeOperation, Program, StepOp
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.network import network_program
@@ -133,14 +133,14 @@ class Paper:
         made = self.writer.make(value.name, size_bytes=size_bytes, group=group, **options)
         self.stands_in(value, (made,))
 
-    def make_map(self, op: Op, own: Optional[OwnOperation]) -> None:
+    def make_map(self, op: Op, native: Optional[NativeOperation]) -> None:
         """An operation that makes a map or its gradient."""
         more: Dict[str, Any] = self.counts(op, self.read_channels(op), op.made.channels)
         group = Group.TRANSIENTS
         if op.kept and self._keeps:
             group = Group.ACTIVATIONS
             more["level"] = op.made.level
-        self.make(op, op.made, self.map_bytes(op.made), group, own=own, **more)
+        self.make(op, op.made, self.map_bytes(op.made), group, native=native, **more)
 
     def make_kernel_gradient(self, op: Op, value: Value, **more: Any) -> None:
         """A whole kernel's gradient without multiply-adds: the operation beside it has them, or
@@ -163,8 +163,8 @@ class Paper:
             products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
         return {"flops": 2 * products, "in_channels": inputs, "out_channels": outputs}
 
-    def own(self, op: Op, channels: int, outputs: int) -> OwnOperation:
-        return OwnOperation(
+    def native(self, op: Op, channels: int, outputs: int) -> NativeOperation:
+        return NativeOperation(
             kind=op.kind.value,
             batch=self.job.micro,
             grid=self._grid(op),
@@ -194,15 +194,15 @@ class Paper:
 
 
 def _write_map(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.own(op, paper.read_channels(op), op.made.channels))
+    paper.make_map(op, paper.native(op, paper.read_channels(op), op.made.channels))
 
 
 def _write_up_input_gradient(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.own(op, op.made.channels, needed(op.gradient).channels))
+    paper.make_map(op, paper.native(op, op.made.channels, needed(op.gradient).channels))
 
 
 def _write_project_gradient(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.own(op, op.made.channels, needed(op.gradient).channels))
+    paper.make_map(op, paper.native(op, op.made.channels, needed(op.gradient).channels))
     # The gradients of a kernel's parts are padded and added up.
     of_kernel = op.makes[1]
     size = 4 * paper.writer.layers[op.layer].kernel_elements
@@ -213,11 +213,11 @@ def _write_project_gradient(paper: Paper, op: Op) -> None:
 def _write_project_to_raw(paper: Paper, op: Op) -> None:
     # The raw gradient is formed from the slope, and the map.
     slope, _ = paper.tensors(needed(op.gradient))
-    own = paper.own(op, op.made.channels, paper.network.logits[0].channels)
+    native = paper.native(op, op.made.channels, paper.network.logits[0].channels)
     counts = paper.counts(op, op.made.channels, op.made.channels)
     reads = [*paper.tensors(op.maps[0]), slope, *paper.tensors(needed(op.kernel))]
     size = paper.map_bytes(op.made)
-    paper.make(op, op.made, size, Group.TRANSIENTS, reads=reads, own=own, **counts)
+    paper.make(op, op.made, size, Group.TRANSIENTS, reads=reads, native=native, **counts)
 
 
 def _write_project_sums(paper: Paper, op: Op) -> None:
@@ -225,9 +225,9 @@ def _write_project_sums(paper: Paper, op: Op) -> None:
     slope = needed(op.gradient)
     paper.stands_in(sums, paper.tensors(slope))
     (source,) = op.maps
-    own = paper.own(op, source.channels, slope.channels)
+    native = paper.native(op, source.channels, slope.channels)
     reads = [*paper.tensors(source), *paper.tensors(slope)]
-    paper.make_kernel_gradient(op, of_kernel, reads=reads, own=own)
+    paper.make_kernel_gradient(op, of_kernel, reads=reads, native=native)
 
 
 def _write_norm_gradient(paper: Paper, op: Op) -> None:
@@ -236,7 +236,7 @@ def _write_norm_gradient(paper: Paper, op: Op) -> None:
 
 
 def _write_add(paper: Paper, op: Op) -> None:
-    paper.make_map(op, own=None)
+    paper.make_map(op, native=None)
 
 
 def _write_filter_gradient(paper: Paper, op: Op) -> None:
@@ -246,7 +246,9 @@ def _write_filter_gradient(paper: Paper, op: Op) -> None:
     whole = layer.in_channels * layer.shape[3]
     size = 4 * layer.kernel_elements * inputs * outputs // whole
     counts = paper.counts(op, inputs, outputs)
-    paper.make(op, op.made, size, Group.GRADIENTS, own=paper.own(op, inputs, outputs), **counts)
+    paper.make(
+        op, op.made, size, Group.GRADIENTS, native=paper.native(op, inputs, outputs), **counts
+    )
 
 
 def _write_plain(paper: Paper, op: Op) -> None:
@@ -300,7 +302,7 @@ def _write_loss_sums(paper: Paper, op: Op) -> None:
         op.made.name,
         costs_of(op.kind),
         [*paper.tensors(logits), target.name],
-        own=paper.own(op, logits.channels, 0),
+        native=paper.native(op, logits.channels, 0),
         traffic_bytes=_read_by_loss(paper, logits),
     )
 
@@ -308,9 +310,9 @@ def _write_loss_sums(paper: Paper, op: Op) -> None:
 def _write_loss_slope(paper: Paper, op: Op) -> None:
     logits, _ = op.maps
     size = paper.map_bytes(logits)
-    own = paper.own(op, logits.channels, 0)
+    native = paper.native(op, logits.channels, 0)
     traffic = _read_by_loss(paper, logits) + size
-    paper.make(op, op.made, size, Group.TRANSIENTS, own=own, traffic_bytes=traffic)
+    paper.make(op, op.made, size, Group.TRANSIENTS, native=native, traffic_bytes=traffic)
 
 
 def _read_by_loss(paper: Paper, logits: Value) -> int:

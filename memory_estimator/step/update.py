@@ -3,14 +3,14 @@ by kernel."""
 
 from typing import Any, Dict, Optional, Sequence
 
-from memory_estimator.step.timeline import Group, OwnOperation, Tensor
+from memory_estimator.step.timeline import Group, NativeOperation, Tensor
 from memory_estimator.step.writer import Writer, matrix_shape
 from models.layer_plan import LayerOp
 from models.optimizers import OPTIMIZERS, Weight, decay, is_kernel
 
 SQUARES = 7  # of Muon's iteration by TensorFlow: matrices at once
 SQUARE_PRODUCTS = 19  # and products of two of them
-OWN_SQUARE_PRODUCTS = 17  # of the own operation
+OWN_SQUARE_PRODUCTS = 17  # of the native operation
 
 GRAPH_OPS = 12
 """Operations that a kernel which TensorFlow makes orthogonal counts as in its graph, with its
@@ -118,8 +118,8 @@ class _Paper(Weight):
     def orthogonal(self, tensor: _Expression) -> _Expression:
         """TensorFlow makes it with matrices of the kernel's smaller side, and a last product."""
         ahead = self.make("ahead", tensor.reads, over=tensor.reads)
-        if self._writer.own:
-            made = self._own_orthogonal(ahead)
+        if self._writer.native:
+            made = self._native_orthogonal(ahead)
         else:
             made = self._plain_orthogonal(ahead)
         return _Expression(self, [made], made)
@@ -137,16 +137,18 @@ class _Paper(Weight):
     def assign(self, tensor: str, change: _Expression) -> None:
         self._writer.run(f"{tensor}/assigned", "update", [*change.reads, tensor])
 
-    def _own_orthogonal(self, ahead: str) -> str:
+    def _native_orthogonal(self, ahead: str) -> str:
         op = self._op
         size = 4 * op.kernel_elements
         rows, columns = matrix_shape(op)
         few = min(rows, columns)
-        own = OwnOperation("orthogonal", 1, (rows, 1, 1), 0, columns, 4)
+        native = NativeOperation("orthogonal", 1, (rows, 1, 1), 0, columns, 4)
         # Symmetric: half of each product.
         flops = 3 * op.kernel_elements * few + OWN_SQUARE_PRODUCTS * few**3
         name = f"{op.name}/orthogonal"
-        return self._writer.make(name, "update", [ahead], size, over=[ahead], own=own, flops=flops)
+        return self._writer.make(
+            name, "update", [ahead], size, over=[ahead], native=native, flops=flops
+        )
 
     def _plain_orthogonal(self, ahead: str) -> str:
         op = self._op

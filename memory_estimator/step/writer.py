@@ -1,4 +1,4 @@
-"""Writes a job's program down operation by operation, and the making of weights, slots and inputs
+"""Writes a job's program down, operation by operation, and the making of weights, slots and inputs
 before it."""
 
 import dataclasses
@@ -16,11 +16,11 @@ from models.weights import is_frozen
 class Writer:
     """A program in the making."""
 
-    def __init__(self, job: Job, own: bool = True):
-        """Writes weights, slots and one input batch down, of a step by own operations or by
+    def __init__(self, job: Job, native: bool = True):
+        """Writes weights, slots and one input batch down, of a step by native operations or by
         TensorFlow's. Raises ValueError for a shape the network cannot take."""
         self.job = job
-        self.own = own
+        self.native = native
         self.phase = "forward pass"  # of the operations that are added next
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
@@ -123,7 +123,7 @@ class Writer:
         self._add_resident("slots of norms and biases", slots_bytes, Group.SLOTS)
         if self.job.micro_batches > 1:
             self._add_resident("sums of norms and biases", 4 * trained, Group.GRADIENT_SUMS)
-        if not self.own:
+        if not self.native:
             self._make_diagonals(optimizer)
 
     def _make_diagonals(self, optimizer: Optimizer) -> None:

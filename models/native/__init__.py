@@ -1,1 +1,1 @@
-"""Own operations for few channels, in C: see records/kernels.md."""
+"""Native operations for few channels, in C: see records/kernels.md."""

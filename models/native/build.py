@@ -1,7 +1,7 @@
-"""Build own operations with the host's C compiler, in seconds: `python -m models.native.build`.
+"""Build native operations with the host's C compiler, in seconds: `python -m models.native.build`.
 
 CC names the compiler, with its options if need be: `CC="gcc-13 -m64"`; CFLAGS is not read.
-Libraries are in `built/` beside the sources, in pairs: "kernels" for ctypes and "door" for
+Libraries are in `built/` beside the sources, in pairs: "kernels" for ctypes and "tf_ops" for
 TensorFlow, such as kernels-SOURCES.PLATFORM.INSTRUCTION+SETS.so. Hosts that share a checkout may
 each have a pair of their own there.
 """
@@ -41,7 +41,7 @@ class Libraries(NamedTuple):
     """A pair of libraries, built together."""
 
     kernels: Path  # the functions of native.h alone, for ctypes
-    door: Path  # the operations, for `tf.load_op_library`
+    tf_ops: Path  # the operations, for `tf.load_op_library`
     platform: str  # that it was built on
     instruction_sets: Tuple[str, ...]  # that its compiler knew
 
@@ -53,8 +53,8 @@ def existing(folder: Optional[Path] = None) -> List[Libraries]:
     for kernels in (folder or BUILT).glob(f"kernels-{_digest()}.*.so"):
         about = kernels.stem.split(".", 1)[1]
         built_on, _, sets = about.rpartition(".")
-        door = kernels.with_name(kernels.name.replace("kernels", "door", 1))
-        pairs.append(Libraries(kernels, door, built_on, tuple(sets.split("+"))))
+        tf_ops = kernels.with_name(kernels.name.replace("kernels", "tf_ops", 1))
+        pairs.append(Libraries(kernels, tf_ops, built_on, tuple(sets.split("+"))))
 
     def order(pair: Libraries) -> Tuple[bool, int, Path]:
         return pair.platform != platform_name(), -len(pair.instruction_sets), pair.kernels
@@ -87,10 +87,10 @@ def build(
     name = f"{_digest()}.{platform_name()}.{'+'.join(sets)}.so"
     with tempfile.TemporaryDirectory() as scratch:
         _compile(compiler, sets, Path(scratch), tuple(extra))
-        # The kernels last: where they are, the door is.
-        door = _install(Path(scratch) / "door", folder / f"door-{name}")
+        # The kernels last: where they are, tf_ops is.
+        tf_ops = _install(Path(scratch) / "tf_ops", folder / f"tf_ops-{name}")
         kernels = _install(Path(scratch) / "kernels", folder / f"kernels-{name}")
-    return Libraries(kernels, door, platform_name(), sets)
+    return Libraries(kernels, tf_ops, platform_name(), sets)
 
 
 def build_library(sources: Path, name: str) -> Path:
@@ -114,10 +114,10 @@ def build_library(sources: Path, name: str) -> Path:
 
 
 def check_platform() -> None:
-    """Raise OSError where own operations cannot run."""
+    """Raise OSError where native operations cannot run."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         here = f"{sys.platform} {platform.machine()}"
-        raise OSError(f"own operations must be built on Linux x86-64, got {here}")
+        raise OSError(f"native operations must be built on Linux x86-64, got {here}")
 
 
 def platform_name() -> str:
@@ -143,13 +143,13 @@ def find_compiler() -> List[str]:
     if importlib.util.find_spec("ziglang"):
         target = ("-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined")
         return [sys.executable, "-m", "ziglang", "cc", *target]
-    rule = "own operations must be built by a C compiler, got none"
+    rule = "native operations must be built by a C compiler, got none"
     raise OSError(f"{rule}; install gcc or `pip install ziglang`")
 
 
 def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Sequence[str]) -> None:
     (scratch / "shared.h").write_text(header(), encoding="utf-8")
-    jobs: Dict[str, List[str]] = {name: [f"{name}.c"] for name in ("pool", "select", "door")}
+    jobs: Dict[str, List[str]] = {name: [f"{name}.c"] for name in ("pool", "select", "tf_ops")}
     for name, kind in itertools.product(sets, ("kernels", "answers")):
         each = INSTRUCTION_SETS[name]
         options = each.options
@@ -167,7 +167,7 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
     # One for each CPU: a compiler takes up to 150 MB.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(compile_file, jobs))
-    common = [str(scratch / f"{name}.o") for name in jobs if name != "door"]
+    common = [str(scratch / f"{name}.o") for name in jobs if name != "tf_ops"]
     link = [*compiler, "-shared", *extra]
     subprocess.run([*link, *common, "-o", str(scratch / "kernels"), "-lpthread"], check=True)
     # An empty library in the place of TensorFlow's: only its name goes into ours.
@@ -175,8 +175,8 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
     soname = f"-Wl,-soname,{TENSORFLOW}"
     empty = [*compiler, "-shared", "-x", "c", os.devnull, soname, "-o", str(tensorflow)]
     subprocess.run(empty, check=True)
-    door = [*common, str(scratch / "door.o"), "-Wl,--no-as-needed", str(tensorflow)]
-    subprocess.run([*link, *door, "-o", str(scratch / "door"), "-lpthread"], check=True)
+    tf_ops = [*common, str(scratch / "tf_ops.o"), "-Wl,--no-as-needed", str(tensorflow)]
+    subprocess.run([*link, *tf_ops, "-o", str(scratch / "tf_ops"), "-lpthread"], check=True)
 
 
 def _install(made: Path, library: Path) -> Path:
@@ -213,7 +213,9 @@ def main() -> None:
         build()
     except (OSError, subprocess.CalledProcessError) as error:
         if not existing():
-            print(f"Own operations are not built; TensorFlow's layers compute everything: {error}")
+            print(
+                f"Native operations are not built; TensorFlow's layers compute everything: {error}"
+            )
 
 
 if __name__ == "__main__":

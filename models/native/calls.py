@@ -1,6 +1,6 @@
-"""The C functions of own operations by ctypes, without TensorFlow: for measurements and tests.
+"""The C functions of native operations by ctypes, without TensorFlow: for measurements and tests.
 
-library = load(own_operations().kernels)
+library = load(native_operations().kernels)
 call = operation("to_raw", "float32", (1, 8, 8, 8), 2, [raw], 16, [gradient], map=made)
 library.native_run(None, call)  # 0; None is the best instruction set
 """

@@ -1,6 +1,6 @@
-"""Gradients of own operations by TensorFlow, for a tape that has recorded them.
+"""Gradients of native operations by TensorFlow, for a tape that has recorded them.
 
-A training step does not come here: models/step.py has gradients by own operations.
+A training step does not come here: models/step.py has gradients by native operations.
 """
 
 from typing import Any, List, NamedTuple, Optional, Sequence

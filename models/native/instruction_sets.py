@@ -1,4 +1,4 @@
-"""The instruction sets that own operations are compiled for: the one list, of Python and, by
+"""The instruction sets that native operations are compiled for: the one list, of Python and, by
 shared.h, of select.c."""
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Which instruction set do own operations compute with here? The library answers by itself,
+"""Which instruction set do native operations compute with here? The library answers by itself,
 without TensorFlow.
 
-    own = own_operations()
+    own = native_operations()
     own.bfloat16, own.float32  # such as "amx", "avx512"; "" for none: TensorFlow's layers compute
     own.why                    # why there are none
 
@@ -35,21 +35,21 @@ DTYPE_CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
 @dataclass(frozen=True)
-class OwnOperations:
-    """What own operations compute with, by the dtype of the maps."""
+class NativeOperations:
+    """What native operations compute with, by the dtype of the maps."""
 
     float32: str = ""  # a name of INSTRUCTION_SETS; "" for none
     bfloat16: str = ""
     why: str = ""  # there are none
     kernels: Optional[Path] = None  # the libraries that answered, as `build.Libraries` has them
-    door: Optional[Path] = None
+    tf_ops: Optional[Path] = None
 
     def of(self, dtype: str) -> str:
         """The instruction set for maps of a dtype, "" for none."""
         return {"float32": self.float32, "bfloat16": self.bfloat16}[dtype]
 
 
-def own_operations() -> OwnOperations:
+def native_operations() -> NativeOperations:
     """The answer of the library that loads here. One that is there but does not load, as on a
     second host that shares the folder, is built again for this host first, which takes seconds,
     once.
@@ -57,7 +57,7 @@ def own_operations() -> OwnOperations:
     Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
     chosen = chosen_instruction_set()
     if _refused_by_tensorflow:
-        return OwnOperations(why=_refused_by_tensorflow[0])
+        return NativeOperations(why=_refused_by_tensorflow[0])
     return _asked(chosen, build.BUILT)
 
 
@@ -85,7 +85,7 @@ def load(path: Union[str, Path]) -> ctypes.CDLL:
 
 
 def does_not_load(why: str) -> None:
-    """From now on there are no own operations in this process: TensorFlow has refused the
+    """From now on there are no native operations in this process: TensorFlow has refused the
     library."""
     _refused_by_tensorflow.append(why)
 
@@ -94,14 +94,14 @@ _refused_by_tensorflow: List[str] = []
 
 
 @functools.cache
-def _asked(chosen: str, folder: Path) -> OwnOperations:
+def _asked(chosen: str, folder: Path) -> NativeOperations:
     try:
         build.check_platform()
     except OSError as error:
-        return OwnOperations(why=str(error))
+        return NativeOperations(why=str(error))
     pair, why = _loadable(folder)
     if why:
-        note = f"note: own operations do not load here ({why}); building them for this host"
+        note = f"note: native operations do not load here ({why}); building them for this host"
         print(note, file=sys.stderr)
         try:
             build.build(folder=folder, again=True)
@@ -109,7 +109,7 @@ def _asked(chosen: str, folder: Path) -> OwnOperations:
         except (OSError, subprocess.CalledProcessError) as error:
             why = f"{why}, and they cannot be built here: {error}"
     if pair is None:
-        return OwnOperations(why=why or "they are not built; run python -m models.native.build")
+        return NativeOperations(why=why or "they are not built; run python -m models.native.build")
     return _answer(pair, chosen)
 
 
@@ -125,7 +125,7 @@ def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], str]:
     return None, why
 
 
-def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
+def _answer(pair: build.Libraries, chosen: str) -> NativeOperations:
     library = load(pair.kernels)
     library.native_instruction_set.restype = ctypes.c_char_p
     library.native_lacks.restype = ctypes.c_char_p
@@ -133,10 +133,10 @@ def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
     float32 = library.native_instruction_set(name, FLOAT32)
     bfloat16 = library.native_instruction_set(name, BFLOAT16)
     if float32 and bfloat16:
-        return OwnOperations(float32.decode(), bfloat16.decode(), "", pair.kernels, pair.door)
+        return NativeOperations(float32.decode(), bfloat16.decode(), "", pair.kernels, pair.tf_ops)
     lacking = library.native_lacks((chosen or "avx2").encode()).decode()
     if not chosen:
-        return OwnOperations(why=f"the CPU lacks {lacking}")
+        return NativeOperations(why=f"the CPU lacks {lacking}")
     if lacking:
         rule = f"{VARIABLE} must be an instruction set of this CPU, got {chosen}"
         rule += f", for which it lacks {lacking}"

@@ -1,5 +1,5 @@
-"""Own operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on load;
-their gradients.
+"""Native operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on
+load; their gradients.
 
 Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32,
 and (N, C) is a value for each channel of each sample. Products of bfloat16 maps are of bfloat16
@@ -23,7 +23,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 import models.native.gradients  # noqa: F401, for tapes that record the operations
-from models.native.library import does_not_load, own_operations
+from models.native.library import does_not_load, native_operations
 from models.native.shared import KIND_CODES, WITH_SUMS
 
 HALVED = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
@@ -250,30 +250,30 @@ def _given(*values: Any) -> List[Any]:
 def _module() -> Any:
     module = _loaded()
     if module is None:
-        raise RuntimeError(f"own operations must load here, got none: {own_operations().why}")
+        raise RuntimeError(f"native operations must load here, got none: {native_operations().why}")
     return module
 
 
 @tf.autograph.experimental.do_not_convert
 def _loaded() -> Optional[Any]:
     """TensorFlow's module of the operations; None if they are not built or do not run here."""
-    own = own_operations()
-    return _module_of(own.door) if own.door else None
+    native = native_operations()
+    return _module_of(native.tf_ops) if native.tf_ops else None
 
 
 @functools.cache
-def _module_of(door: Path) -> Optional[Any]:
+def _module_of(tf_ops: Path) -> Optional[Any]:
     """TensorFlow's module of a library; None, with a warning, for one that this TensorFlow does not
     take."""
     try:
-        module = tf.load_op_library(str(door))
+        module = tf.load_op_library(str(tf_ops))
         if hasattr(module, "cpu_operation"):
             return module
         return _module_of_registered()
     except (OSError, ImportError, AttributeError, tf.errors.OpError) as error:
         reason = str(error).strip().splitlines()[0]
         why = f"TensorFlow {tf.__version__} does not load them: {reason}"
-        print(f"warning: own operations are left out: {why}", file=sys.stderr)
+        print(f"warning: native operations are left out: {why}", file=sys.stderr)
         does_not_load(why)
         return None
 

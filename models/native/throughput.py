@@ -1,4 +1,4 @@
-"""How fast own operations compute here, and how fast they could."""
+"""How fast native operations compute here, and how fast they could."""
 
 import ctypes
 import time
@@ -7,14 +7,14 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import DTYPE_CODES, OwnOperations, load, own_operations
+from models.native.library import DTYPE_CODES, NativeOperations, load, native_operations
 from models.native.operations import Source, convolve
 
 
 def products_per_s(dtype: str, threads: int) -> float:
     """Multiplications and additions a second of the products alone, of values in the cache L1: the
     most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
-    library = _library(own_operations())
+    library = _library(native_operations())
     library.native_products.restype = ctypes.c_double
     code = DTYPE_CODES[dtype]
     best = 0.0
@@ -43,9 +43,9 @@ CHANNELS = 32  # of its map and of its outputs
 def speed(dtype: str) -> Speed:
     """How fast a convolution is here, with the instruction set and the threads that a training
     would have: the fastest of a few runs, beside the limit measured just before."""
-    own = own_operations()
-    name = own.of(dtype)
-    limit = products_per_s(dtype, _library(own).thread_count())
+    native = native_operations()
+    name = native.of(dtype)
+    limit = products_per_s(dtype, _library(native).thread_count())
     shape = (1, EDGE, EDGE, EDGE, CHANNELS)
     source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
     filters = tf.random.stateless_uniform((3, 3, 3, CHANNELS, CHANNELS), (3, 4), -1.0)
@@ -59,8 +59,8 @@ def speed(dtype: str) -> Speed:
     return Speed(plain * INSTRUCTION_SETS[name].products_share / fastest_s, limit)
 
 
-def _library(own: OwnOperations) -> ctypes.CDLL:
+def _library(native: NativeOperations) -> ctypes.CDLL:
     """The functions of native.h."""
-    if own.kernels is None:
-        raise RuntimeError(f"own operations must load here, got none: {own.why}")
-    return load(own.kernels)
+    if native.kernels is None:
+        raise RuntimeError(f"native operations must load here, got none: {native.why}")
+    return load(native.kernels)

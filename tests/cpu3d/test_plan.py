@@ -117,13 +117,13 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
         plan_of_chief(content, phantom_store, HOST, "an engine")
 
 
-def test_without_own_operations_layers_are_planned(phantom_store, tmp_path, monkeypatch):
+def test_without_native_operations_layers_are_planned(phantom_store, tmp_path, monkeypatch):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     here = dataclasses.replace(HOST, is_here=True)
     plan = planned(phantom_store, tmp_path, host=here)
     own = planned(phantom_store, tmp_path)
-    assert "not built" in plan.reasons["own operations"]
-    assert "own operations" not in own.reasons
+    assert "not built" in plan.reasons["native operations"]
+    assert "native operations" not in own.reasons
     assert plan.forecast.upper_bound_bytes > own.forecast.upper_bound_bytes
     assert plan.forecast.full.step_s > own.forecast.full.step_s
 

@@ -30,7 +30,7 @@ JOB = Job(UNetConfig(dtype="float32"), (64, 64, 64), threads=2)
 
 
 @pytest.fixture
-def own(tmp_path):
+def native(tmp_path):
     """A file with figures of its own."""
     path = tmp_path / "calibration.json"
     path.write_text(
@@ -67,14 +67,14 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
     shipped = shipped_constants(here.instructions)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**like_shipped(here), "scales": {"bfloat16": scale()}}))
-    own = find_constants(here)
+    native = find_constants(here)
     for dtype in DTYPES:  # one that was not measured has the scale of the other
         job = JOB.with_unet(dtype=dtype)
         for kind, speeds in shipped.speeds(job).items():
-            assert own.speeds(job)[kind] == pytest.approx(
+            assert native.speeds(job)[kind] == pytest.approx(
                 {name: 2 * cost for name, cost in speeds.items()}
             )
-    assert re.match("scaled by 2.00 .*here.* 2026-11-26, some$", own.basis(JOB, here))
+    assert re.match("scaled by 2.00 .*here.* 2026-11-26, some$", native.basis(JOB, here))
     assert re.match(
         "scaled by 2.00 .*Some CPU.* 2026-11-26, some$", load_constants(path).basis(JOB)
     )
@@ -182,8 +182,8 @@ def with_costs(kind, costs):
         (changed(scales={"float32": scale(scale=9.0)}), "got scale 9.0"),
     ],
 )
-def test_a_damaged_file_is_refused(damage, message, own):
-    own.write_text(damage(json.loads(own.read_text())))
+def test_a_damaged_file_is_refused(damage, message, native):
+    native.write_text(damage(json.loads(native.read_text())))
     with pytest.raises(ValueError, match=message) as error:
-        load_constants(own)
-    assert str(own) in str(error.value)
+        load_constants(native)
+    assert str(native) in str(error.value)

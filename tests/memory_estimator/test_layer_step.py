@@ -1,4 +1,4 @@
-"""A step by TensorFlow's layers, as it is predicted where own operations do not run."""
+"""A step by TensorFlow's layers, as it is predicted where native operations do not run."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tests.cpu3d.host.hosts import SMALL
 
 MIB = 2**20
 WITHOUT = dataclasses.replace(SMALL.host, isa=("avx",))
-"""A host on which own operations do not run."""
+"""A host on which native operations do not run."""
 
 # Job, side, MiB of the process at most: `bench step` without built libraries on two cores of an AMD
 # EPYC, TensorFlow 2.15.1, 2026-11-26.
@@ -44,12 +44,12 @@ def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side
 
 
 @pytest.mark.parametrize("network", [{}, {"up": "upsampling", "residual": True, "norm": "none"}])
-def test_it_takes_more_memory_and_time_than_own_operations_under_every_policy_alike(network):
+def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy_alike(network):
     unets = [UNetConfig(policy=policy, **network) for policy in POLICIES]
     jobs = [Job(unet, (64, 64, 64), batch=2, micro_batch=1, from_store=True) for unet in unets]
-    own = [estimate(job, shipped_constants("avx2")) for job in jobs]
+    native = [estimate(job, shipped_constants("avx2")) for job in jobs]
     layers = [estimate(job, constants_of(WITHOUT)) for job in jobs]
-    for one, other in zip(own, layers):
+    for one, other in zip(native, layers):
         assert one.upper_bound_bytes < other.upper_bound_bytes
         assert one.step_s < other.step_s
     assert layers[0].upper_bound_bytes == layers[1].upper_bound_bytes
@@ -57,13 +57,13 @@ def test_it_takes_more_memory_and_time_than_own_operations_under_every_policy_al
     assert sum(line.bytes for line in layers[0].components) == layers[0].process_peak_bytes
 
 
-def test_seconds_that_own_operations_took_are_not_those_of_layers(monkeypatch, tmp_path):
-    own = find_constants(SMALL.host)
+def test_seconds_that_native_operations_took_are_not_those_of_layers(monkeypatch, tmp_path):
+    native = find_constants(SMALL.host)
     host_file(SMALL.host).parent.mkdir(parents=True)
     host_file(SMALL.host).write_text("{}")  # which would be left out with a note
     assert find_constants(SMALL.host).note
     layers = find_constants(WITHOUT)
-    assert (own.instructions, layers.instructions, layers.note) == ("avx512_bf16", "", "")
+    assert (native.instructions, layers.instructions, layers.note) == ("avx512_bf16", "", "")
 
 
 def test_this_host_is_asked_and_its_flags_are_not_believed(monkeypatch, tmp_path):
@@ -71,7 +71,7 @@ def test_this_host_is_asked_and_its_flags_are_not_believed(monkeypatch, tmp_path
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     here = dataclasses.replace(SMALL.host, is_here=True)
     assert (here.instructions, find_constants(here).instructions) == ("", "")
-    assert here.own.why
+    assert here.native.why
     assert here.best_dtype == "bfloat16"  # TensorFlow's layers multiply in it too
     assert read_host().instructions == ""
     assert SMALL.host.instructions == "avx512_bf16"

@@ -372,19 +372,19 @@ def test_the_largest_sizes_are_answered_or_refused(arguments, code, capsys):
     assert capsys.readouterr().err.count("\n") == (code == 2)
 
 
-def test_without_own_operations_layers_are_counted(monkeypatch, tmp_path, capsys):
+def test_without_native_operations_layers_are_counted(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)
     ask = "--shape 64 64 64 --threads 2"
-    own = answer(f"{ask} --calibration avx2", capsys)
+    native = answer(f"{ask} --calibration avx2", capsys)
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     here = answer(ask, capsys)
     assert here["constants"]["instructions"] == ""
-    assert here["upper_bound_bytes"] > own["upper_bound_bytes"]
+    assert here["upper_bound_bytes"] > native["upper_bound_bytes"]
     assert any("TensorFlow's layers" in note and "not built" in note for note in here["notes"])
     # A host that is described is set up as it should be.
     described = answer(f"{ask} --host-memory 64GiB", capsys)
     assert described["constants"]["instructions"]
-    assert any("own operations" in note for note in described["notes"])
+    assert any("native operations" in note for note in described["notes"])
 
 
 def test_before_a_set_up_what_it_can_build_is_assumed(monkeypatch, tmp_path, capsys):
@@ -394,7 +394,7 @@ def test_before_a_set_up_what_it_can_build_is_assumed(monkeypatch, tmp_path, cap
         monkeypatch.setenv("CC", compiler)
         content = answer("--shape 64 64 64 --threads 2", capsys)
         assert bool(content["constants"]["instructions"]) == is_assumed
-        assert any("own operations" in note for note in content["notes"])
+        assert any("native operations" in note for note in content["notes"])
 
 
 def test_an_instruction_set_that_is_none_is_refused(monkeypatch, capsys):

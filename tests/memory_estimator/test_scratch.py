@@ -1,5 +1,5 @@
-"""What own operations take besides maps, as their library answers: as a process grows, in sum, for
-any CPU, and at most where no library can be asked."""
+"""What native operations take besides maps, as their library answers: as a process grows, in sum,
+for any CPU, and at most where no library can be asked."""
 
 import dataclasses
 import subprocess
@@ -14,7 +14,7 @@ from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.step import scratch
 from memory_estimator.step.scratch import busy_share, scratch_bound, scratch_bytes, scratch_of
-from memory_estimator.step.timeline import OwnOperation, StepOp
+from memory_estimator.step.timeline import NativeOperation, StepOp
 from memory_estimator.step.timing import step_busy_share
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
@@ -35,15 +35,15 @@ def path():
 
 
 def step_op(name, kind, grid, channels, over=None):
-    own = OwnOperation(kind, 1, grid, channels, 16, 4)
-    return StepOp(name, kind, ("map",), takes_over=over, own=own)
+    native = NativeOperation(kind, 1, grid, channels, 16, 4)
+    return StepOp(name, kind, ("map",), takes_over=over, native=native)
 
 
 @pytest.mark.usefixtures("path")
 def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     wide = step_op("wide", "convolve", (2, 1, 16), 640)
     flat = step_op("flat", "convolve", (8, 8, 16), 16)
-    of_wide, of_flat = (scratch_of(op.own, 8, "avx2", 2**20) for op in (wide, flat))
+    of_wide, of_flat = (scratch_of(op.native, 8, "avx2", 2**20) for op in (wide, flat))
     assert of_wide.threads == 2  # as many as there are rows
     assert of_flat.threads == 8
     assert of_wide.kept_bytes > of_flat.kept_bytes
@@ -57,8 +57,8 @@ def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     assert scratch_bytes([StepOp("engine's", "pass")], 8, "avx2", 2**20) <= 4096
 
 
-CONVOLUTION = OwnOperation("convolve", 1, (8, 4, 16), 16, 16, 4)
-ORTHOGONAL = OwnOperation("orthogonal", 1, (1728, 1, 1), 0, 16, 4)
+CONVOLUTION = NativeOperation("convolve", 1, (8, 4, 16), 16, 16, 4)
+ORTHOGONAL = NativeOperation("orthogonal", 1, (1728, 1, 1), 0, 16, 4)
 WIDE = dataclasses.replace(ORTHOGONAL, outputs=128)
 
 
@@ -95,8 +95,8 @@ def test_a_step_keeps_the_cores_of_a_socket_busy(instructions, threads, path):
     job = Job(UNetConfig(dtype="bfloat16"), (240, 240, 160), threads=threads)
     program = training_step(job)
     for op in program.ops:
-        if op.own and op.own.kind != "orthogonal":  # too small for so many
-            assert 0.55 < busy_share(op, threads, instructions) <= 1, op.own
+        if op.native and op.native.kind != "orthogonal":  # too small for so many
+            assert 0.55 < busy_share(op, threads, instructions) <= 1, op.native
             assert busy_share(op, 1, instructions) == 1
     assert step_busy_share(program, load_constants(instructions), job) > 0.85
 
@@ -130,7 +130,7 @@ def test_a_process_that_computes_grows_by_what_is_predicted_and_not_with_the_ope
     """In a fresh process, besides the maps: many sizes, the largest neither first nor last."""
     script = f"""
 import numpy as np
-from memory_estimator.step.timeline import OwnOperation, StepOp
+from memory_estimator.step.timeline import NativeOperation, StepOp
 from memory_estimator.step.scratch import scratch_bytes
 from tests.models.native.reference import *
 library, threads = load({str(path)!r}), 8
@@ -148,8 +148,8 @@ for x, channels in ((4, 64), (16, 16), (12, 96), (8, 128), (20, 48), (6, 80)):
     calls.append(operation("convolve", *about, filters=filters, map=maps[1]))
     calls.append(operation("filter_gradient", *about, maps[1:], filter_gradient=filters))
     for kind in ("convolve", "filter_gradient"):
-        own = OwnOperation(kind, 1, shape[1:], channels, channels, 4)
-        ops.append(StepOp(kind, kind, ("map",), own=own))
+        native = NativeOperation(kind, 1, shape[1:], channels, channels, 4)
+        ops.append(StepOp(kind, kind, ("map",), native=native))
 before = most_resident()
 for call in 3 * calls:
     assert library.native_run(b"avx2", call) == 0

@@ -12,7 +12,7 @@ from memory_estimator.__main__ import main
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
 from memory_estimator.scaling import largest_of, step_costs
-from memory_estimator.step.timeline import OwnOperation, Program, StepOp
+from memory_estimator.step.timeline import NativeOperation, Program, StepOp
 from memory_estimator.step.timing import op_seconds
 from models.config import UNetConfig
 
@@ -76,8 +76,8 @@ def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
 
 def test_an_operation_takes_as_long_as_the_thread_with_most_of_its_rows():
     """Three rows: on two threads one has two of them, on eight each has one at most."""
-    own = OwnOperation("project", 1, (1, 3, 8), 16, 3, 4)
-    work = StepOp("p", "project", ("map",), own=own, flops=10**6)
+    native = NativeOperation("project", 1, (1, 3, 8), 16, 3, 4)
+    work = StepOp("p", "project", ("map",), native=native, flops=10**6)
     costs = {"project": {"work": 1e-9, "traffic": 0.0}, "every_op": {"seconds": 0.0}}
     by_own = dataclasses.replace(CONSTANTS, instructions="avx2", costs={"float32": costs})
     assert seconds(work, threads=2, constants=by_own) == pytest.approx(1e-3)

@@ -226,7 +226,7 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
 )
 def test_sums_of_many_threads_are_counted_where_they_are_requested(engine, threads, requested):
     """MiB for the product of a matrix of 2048 x 512 with itself by TensorFlow 2.15.1, which makes
-    Muon's matrices where own operations do not run."""
+    Muon's matrices where native operations do not run."""
     unet = UNetConfig(filters=32)
     program = layer_step(Job(unet, (32, 32, 32), engine=engine, threads=threads))
     scratch = {tensor.name: tensor.bytes for op in program.ops for tensor in op.scratch}

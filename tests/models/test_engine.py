@@ -7,18 +7,18 @@ from memory_estimator.host import read_host
 from models.config import UNetConfig
 from models.engine import layers_have_bfloat16
 from models.native import operations
-from models.native.library import InstructionSetError, OwnOperations
+from models.native.library import InstructionSetError, NativeOperations
 from models.unet3d import build_unet3d
 
-NONE = OwnOperations(why="there is no compiler")
+NONE = NativeOperations(why="there is no compiler")
 
 
 @pytest.fixture
 def layers_alone(monkeypatch):
-    """A host without own operations, whose oneDNN may not use AVX-512."""
+    """A host without native operations, whose oneDNN may not use AVX-512."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setattr(operations, "available", lambda: False)
-    monkeypatch.setattr("memory_estimator.host.own_operations", lambda: NONE)
+    monkeypatch.setattr("memory_estimator.host.native_operations", lambda: NONE)
 
 
 def test_layers_that_cannot_compute_in_bfloat16_are_not_asked_to(layers_alone):
@@ -51,4 +51,4 @@ def test_emulated_products_do_not_make_bfloat16_the_default(monkeypatch):
         pytest.skip("needs built operations, and a CPU with AVX2")
     monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "amx_in_c")
     host = read_host()
-    assert (host.own.bfloat16, host.best_dtype) == ("amx_in_c", "float32")
+    assert (host.native.bfloat16, host.best_dtype) == ("amx_in_c", "float32")

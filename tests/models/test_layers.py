@@ -86,9 +86,9 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(
             np.testing.assert_allclose(
                 moved, MOMENTUM * before + (1 - MOMENTUM) * statistic, rtol=1e-4
             )
-    for own, again in zip((y, *gradients), tf.nest.flatten(by_layer())):
+    for native, again in zip((y, *gradients), tf.nest.flatten(by_layer())):
         np.testing.assert_array_equal(
-            tf.cast(own, tf.float32), tf.cast(again, tf.float32)
+            tf.cast(native, tf.float32), tf.cast(again, tf.float32)
         )  # to the last bit
 
 

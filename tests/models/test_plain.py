@@ -71,7 +71,7 @@ def mixing(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"residual": True, "norm": "batch"}, {"up": "upsampling"}])
 def test_its_gradients_are_those_of_the_layers(mixing, changes):
     if not operations.available():
-        pytest.skip("own operations are not built")
+        pytest.skip("native operations are not built")
     model = build_unet3d(UNetConfig(filters=4, depth=3, **changes), GRID, 2)
     layers = tf.keras.Model(model.input, model.output)
     rng = np.random.default_rng(0)
@@ -84,8 +84,8 @@ def test_its_gradients_are_those_of_the_layers(mixing, changes):
             tape.watch(image)
             loss = tf.reduce_mean(tf.sigmoid(each(image, training=True)) ** 2)
         found.append(tape.gradient(loss, [image, *model.trainable_weights]))
-    for own, expected in zip(*found):
-        assert float(tf.norm(own - expected)) < 1e-3 * float(tf.norm(expected))
+    for native, expected in zip(*found):
+        assert float(tf.norm(native - expected)) < 1e-3 * float(tf.norm(expected))
 
 
 def test_its_weights_and_maps_are_counted_and_it_is_exported(mixing, tmp_path):
@@ -94,7 +94,7 @@ def test_its_weights_and_maps_are_counted_and_it_is_exported(mixing, tmp_path):
     named = network_weights(unet)
     assert [weight.shape for weight in named] == [weight.shape for weight in model.weights]
     assert {"decoder0_mix"} <= {weight.layer for weight in named}
-    for instructions in ("avx2", ""):  # by own operations, and by layers
+    for instructions in ("avx2", ""):  # by native operations, and by layers
         step = step_of(Job(unet, GRID, threads=2), instructions)
         names = {op.name for op in step.ops}
         assert {"decoder0_mix", "decoder0_mix/gradient"} <= names

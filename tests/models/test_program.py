@@ -11,7 +11,7 @@ from models.layer_plan import LAYERS, layer_plan
 from models.network import network_program
 from models.program import TARGET, Form, Kind, Op, Value, kernel_of, loss_program
 
-ORTHOGONAL = "orthogonal"  # an own operation of an optimizer, which no network emits
+ORTHOGONAL = "orthogonal"  # a native operation of an optimizer, which no network emits
 
 STRIDES = {2: ((2, 1, 2),), 3: (), 5: ((2, 2, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2))}  # by depth
 CONFIGS = [

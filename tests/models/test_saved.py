@@ -87,5 +87,5 @@ def test_a_file_is_the_network_itself_again(name, ending, image, tmp_path):
     assert isinstance(again, UNet3D)
     frozen = ([layer.trainable for layer in each.layers] for each in (again, model))
     assert next(frozen) == next(frozen)
-    for own, other in zip(tf.nest.flatten(model(image)), tf.nest.flatten(again(image))):
-        np.testing.assert_array_equal(own, other)
+    for native, other in zip(tf.nest.flatten(model(image)), tf.nest.flatten(again(image))):
+        np.testing.assert_array_equal(native, other)

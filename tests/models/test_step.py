@@ -1,5 +1,5 @@
-"""The pass by own operations is the same mathematics as the plain Keras layers: answers, gradients,
-statistics."""
+"""The pass by native operations is the same mathematics as the plain Keras layers: answers,
+gradients, statistics."""
 
 import dataclasses
 import functools
@@ -19,7 +19,9 @@ from models.native import operations
 from models.supervision import thinned
 from models.unet3d import UNet3D, build_unet3d
 
-pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
+pytestmark = pytest.mark.skipif(
+    not operations.available(), reason="native operations are not built"
+)
 
 GRID = (16, 8, 8)
 
@@ -68,7 +70,7 @@ class Step(NamedTuple):
 
 
 def plain(model, image, training):
-    """The outputs without own operations, as on a card: of the layers, one by one."""
+    """The outputs without native operations, as on a card: of the layers, one by one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "available", lambda: False)
         return model(image, training=training)
@@ -119,8 +121,8 @@ def _forget_compiled():
 
 @functools.cache
 def step_of_layers(config, batch, draw=0):
-    """`step` without own operations, which is the same under every policy. It is not compiled, as
-    it is called once or twice."""
+    """`step` without native operations, which is the same under every policy. It is not compiled,
+    as it is called once or twice."""
     return step(dataclasses.replace(config, policy="speed"), batch, draw, plain, eager=True)
 
 
@@ -164,14 +166,14 @@ def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network,
     config = dataclasses.replace(config, policy=policy)
     apart = []
     for draw in DRAWS:
-        own = step(config, batch, draw)
+        native = step(config, batch, draw)
         of_layers = step_of_layers(config, batch, draw)
-        assert own.loss == pytest.approx(of_layers.loss, rel=1e-6)
-        assert max(distances(own.logits, of_layers.logits)) < 1e-5
-        assert max(distances(own.answers, of_layers.answers)) < 1e-5
-        for weight, expected in zip(own.weights, of_layers.weights):
+        assert native.loss == pytest.approx(of_layers.loss, rel=1e-6)
+        assert max(distances(native.logits, of_layers.logits)) < 1e-5
+        assert max(distances(native.answers, of_layers.answers)) < 1e-5
+        for weight, expected in zip(native.weights, of_layers.weights):
             np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-6)
-        apart.append(max(distances(own.gradients, of_layers.gradients)))
+        apart.append(max(distances(native.gradients, of_layers.gradients)))
         assert apart[-1] < 1e-2
         if apart[-1] < 2e-5:
             return
@@ -188,11 +190,11 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
     config = dataclasses.replace(config, policy=policy)
     half = dataclasses.replace(config, dtype="bfloat16")
     steps = step(config, batch), step_of_layers(half, batch), step(half, batch)
-    exact, of_layers, own = (
+    exact, of_layers, native = (
         np.concatenate([g.ravel() for g in result.gradients]) for result in steps
     )
     (rounding,) = distances([of_layers], [exact])
-    assert distances([own], [exact])[0] < 1.5 * rounding
+    assert distances([native], [exact])[0] < 1.5 * rounding
 
 
 @pytest.mark.parametrize("network", ["strides, deep supervision", "strides, residual, batch"])
@@ -397,7 +399,7 @@ def exact_step(network, draw):
 @pytest.mark.parametrize("computed_by", [*POLICIES, "layers"])
 @pytest.mark.parametrize("network", EXACTLY)
 def test_gradients_are_close_to_float64s(network, computed_by):
-    """Of own operations under a policy, or of TensorFlow's layers."""
+    """Of native operations under a policy, or of TensorFlow's layers."""
     options, grid = EXACTLY[network]
     policy = "speed" if computed_by == "layers" else computed_by
     model, _ = model_of(UNetConfig(filters=4, policy=policy, **options), grid, 1)

@@ -11,7 +11,9 @@ from models.config import UNetConfig
 from models.native import operations
 from models.unet3d import build_unet3d
 
-pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
+pytestmark = pytest.mark.skipif(
+    not operations.available(), reason="native operations are not built"
+)
 
 GRID = (8, 8, 4)
 BATCH = 2
@@ -77,7 +79,7 @@ def _forget_networks():
 def distance(tensors, expected):
     """The largest of them, as a share of what is expected."""
     pairs = zip(tensors, expected)
-    return max(float(tf.norm(own - other) / tf.norm(other)) for own, other in pairs)
+    return max(float(tf.norm(native - other) / tf.norm(other)) for native, other in pairs)
 
 
 def closest(compare):
@@ -122,7 +124,7 @@ def test_in_bfloat16_they_are_near_those_of_float32(network, training):
     expected = of_layers(network, 1, training)
     rounded = case_of(network, dtype="bfloat16")
     found = rounded.gradients(rounded.model, training=training)
-    error = sum(float(tf.norm(own - other) ** 2) for own, other in zip(found, expected))
+    error = sum(float(tf.norm(native - other) ** 2) for native, other in zip(found, expected))
     assert error < 0.3**2 * sum(float(tf.norm(other) ** 2) for other in expected)
 
 

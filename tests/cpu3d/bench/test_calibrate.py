@@ -111,7 +111,7 @@ def test_on_a_busy_host_a_warning_is_printed_and_the_next_quiet_training_counts(
 def test_a_host_that_does_not_compute_as_predicted_is_not_measured(monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "computes_as_predicted", lambda: False)
     assert main(["calibrate"]) == 2
-    assert "own operations must be built" in capsys.readouterr().err
+    assert "native operations must be built" in capsys.readouterr().err
 
 
 def test_without_a_folder_it_is_refused_before_anything_is_measured(monkeypatch, capsys, tmp_path):

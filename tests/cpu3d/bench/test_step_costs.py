@@ -73,7 +73,7 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
 )
 def test_small_steps_take_the_memory_that_is_predicted(more, capsys):
     if not read_host().instructions:
-        pytest.skip("needs own operations: layers are predicted roughly")
+        pytest.skip("needs native operations: layers are predicted roughly")
     step = "--filters 7 --depth 5 --policy lean --shape 48 48 48 --dtype float32 --json"
     assert main(["bench", "step", *step.split(), *more.split()]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

@@ -22,7 +22,7 @@ from cpu3d.host.thread_plan import (
     thread_plans,
 )
 from memory_estimator.host import Host
-from models.native.library import OwnOperations
+from models.native.library import NativeOperations
 from tests.cpu3d.host.hosts import AMX, GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
 from tests.cpu3d.runs import run_command
 
@@ -144,7 +144,7 @@ NAMES = [(SMALL, "avx512_bf16"), (XEON, "avx512"), (SNC4, "amx")]
 
 
 @pytest.mark.parametrize(("topology", "name"), NAMES)
-def test_the_instruction_set_of_own_operations_is_named_beside_the_cpu_s(topology, name):
+def test_the_instruction_set_of_native_operations_is_named_beside_the_cpu_s(topology, name):
     check = checks_of(topology)["instruction set"]
     assert (check.state, check.result.split()[0], check.result.split()[-1]) == ("ok", name, name)
 
@@ -152,13 +152,13 @@ def test_the_instruction_set_of_own_operations_is_named_beside_the_cpu_s(topolog
 @pytest.mark.parametrize(
     ("answer", "word"),
     [
-        (OwnOperations("avx512", "avx512"), "avx512 "),
-        (OwnOperations(why="GLIBC_2.99 is not found"), "GLIBC_2.99"),
+        (NativeOperations("avx512", "avx512"), "avx512 "),
+        (NativeOperations(why="GLIBC_2.99 is not found"), "GLIBC_2.99"),
     ],
 )
 def test_a_library_that_is_not_the_cpu_s_best_or_not_there_is_warned_of(monkeypatch, answer, word):
     here = dataclasses.replace(SNC4, host=dataclasses.replace(SNC4.host, is_here=True))
-    monkeypatch.setattr("memory_estimator.host.own_operations", lambda: answer)
+    monkeypatch.setattr("memory_estimator.host.native_operations", lambda: answer)
     check = checks_of(here)["instruction set"]
     assert check.state == "warn"
     assert word in check.result

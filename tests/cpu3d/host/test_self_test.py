@@ -15,7 +15,7 @@ from models.native import operations, throughput
 from tests.cpu3d.host.hosts import BFLOAT16, VNNI
 
 GIB = 2**30
-NAMES = ("engine", "own operations", "own speed")
+NAMES = ("engine", "native operations", "own speed")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 SLOW_BFLOAT16 = dataclasses.replace(HOST, isa=VNNI[:3])  # a training there computes in float32
 
@@ -58,7 +58,7 @@ def test_results_are_found_among_what_others_print(process):
 )
 def test_a_process_that_dies_fails_the_test_it_was_at(process, end, result):
     first, second = process(line("ok") + end)
-    assert (first.state, second.name, second.state) == ("ok", "own operations", "fail")
+    assert (first.state, second.name, second.state) == ("ok", "native operations", "fail")
     assert result in second.result
 
 
@@ -91,10 +91,10 @@ def tf():
 
 @pytest.fixture(scope="module")
 def compared(tf):
-    """The check of own operations in both dtypes."""
+    """The check of native operations in both dtypes."""
     if not operations.available():
         pytest.skip("needs built operations, and a CPU with AVX2")
-    return module.own_operations(tf, HOST, None)
+    return module.native_operations(tf, HOST, None)
 
 
 def wrong(kind, dtypes):
@@ -110,24 +110,24 @@ def wrong(kind, dtypes):
     return wrongly
 
 
-def test_own_operations_are_compared_with_tensorflow_s_layers(tf, compared, monkeypatch):
+def test_native_operations_are_compared_with_tensorflow_s_layers(tf, compared, monkeypatch):
     assert compared.state == "ok"
     monkeypatch.setattr(operations, "operate", wrong("max_pool", ("float32", "bfloat16")))
-    assert module.own_operations(tf, SLOW_BFLOAT16, None).state == "fail"
+    assert module.native_operations(tf, SLOW_BFLOAT16, None).state == "fail"
 
 
-def test_without_own_operations_a_warning_says_how_to_build_them(tf, monkeypatch):
+def test_without_native_operations_a_warning_says_how_to_build_them(tf, monkeypatch):
     monkeypatch.setattr(operations, "available", lambda: False)
-    check = module.own_operations(tf, HOST, None)
+    check = module.native_operations(tf, HOST, None)
     assert (check.state, "models.native.build" in check.advice) == ("warn", True)
 
 
-def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, compared, monkeypatch):
+def test_native_operations_are_tried_in_each_dtype_of_a_training(tf, compared, monkeypatch):
     assert "avx512 in float32" in compared.result
     assert "avx512_bf16 in bfloat16" in compared.result
     monkeypatch.setattr(operations, "operate", wrong("project", ("bfloat16",)))
-    assert module.own_operations(tf, HOST, None).state == "fail"
-    check = module.own_operations(tf, SLOW_BFLOAT16, None)
+    assert module.native_operations(tf, HOST, None).state == "fail"
+    check = module.native_operations(tf, SLOW_BFLOAT16, None)
     assert (check.state, "bfloat16" in check.result) == ("ok", False)
 
 
@@ -138,12 +138,12 @@ def test_speed_is_named_with_the_instruction_set_and_the_share_of_the_limit(
     if not operations.available():
         pytest.skip("needs built operations, and a CPU with AVX2")
     monkeypatch.setattr(throughput, "speed", lambda dtype: throughput.Speed(share * 2e11, 2e11))
-    check = module.own_speed(tf, HOST, None)
+    check = module.native_speed(tf, HOST, None)
     assert check.state == state
     for words in ("avx512 in float32", "avx512_bf16 in bfloat16", f"{share:.0%}", "200 GFLOP/s"):
         assert words in check.result
 
 
-def test_speed_is_left_out_without_own_operations(tf, monkeypatch):
+def test_speed_is_left_out_without_native_operations(tf, monkeypatch):
     monkeypatch.setattr(operations, "available", lambda: False)
-    assert module.own_speed(tf, HOST, None).state == "skipped"
+    assert module.native_speed(tf, HOST, None).state == "skipped"

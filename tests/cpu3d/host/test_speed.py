@@ -143,7 +143,7 @@ def test_a_failure_to_keep_it_is_a_warning(monkeypatch, tmp_path, capsys):
     assert "not kept for the estimator: " in capsys.readouterr().err
 
 
-def test_seconds_are_kept_of_the_best_own_operations_alone(monkeypatch, tmp_path):
+def test_seconds_are_kept_of_the_best_native_operations_alone(monkeypatch, tmp_path):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     assert not computes_as_predicted()  # none is there
     monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "avx-512")

@@ -11,13 +11,13 @@ from models.native.shared import IGNORED
 from models.supervision import supervise
 
 
-@pytest.fixture(params=["own operations", "TensorFlow's"])
+@pytest.fixture(params=["native operations", "TensorFlow's"])
 def computed_by(request, monkeypatch):
     """Both ways in which a loss is computed."""
     if request.param == "TensorFlow's":
         monkeypatch.setattr(operations, "in_use", lambda: False)
     elif not operations.available():
-        pytest.skip("own operations are not built")
+        pytest.skip("native operations are not built")
 
 
 @tf.custom_gradient

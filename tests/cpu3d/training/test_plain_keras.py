@@ -67,7 +67,7 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, t
     assert same(again.get_weights(), model.get_weights())
 
 
-def test_its_loss_is_the_one_that_train_minimises_by_own_operations_or_layers(monkeypatch):
+def test_its_loss_is_the_one_that_train_minimises_by_native_operations_or_layers(monkeypatch):
     model = compiled(DEEP, 2)
     ((image, target),) = volumes(2)
     expected, _, gradients = model.loss_and_gradients(DEFAULT_LOSS, image, target)

@@ -59,12 +59,14 @@ class Stage:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        self.own = GIB
+        self.native = GIB
         self.free = 8 * GIB
         self.printed = []
         self.ended = []
         monkeypatch.setattr(
-            watchdog, "take_sample", lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.own)
+            watchdog,
+            "take_sample",
+            lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.native),
         )
 
     def live(self, guard, seconds):

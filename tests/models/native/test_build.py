@@ -74,7 +74,7 @@ def test_libraries_are_built_once_for_the_instruction_sets_that_the_compiler_kno
     assert list(built.iterdir()) == [other]
     compiler.set("REFUSED", "nothing")
     pair = build(folder=built)
-    assert sorted(built.iterdir()) == sorted((pair.kernels, pair.door))
+    assert sorted(built.iterdir()) == sorted((pair.kernels, pair.tf_ops))
     calls = compiler.compiled()
     assert any("-DKERNELS=kernels_avx2 " in call for call in calls)
     assert not any("-DKERNELS=kernels_amx " in call for call in calls)

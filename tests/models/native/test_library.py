@@ -1,4 +1,4 @@
-"""The question which instruction set own operations compute with: of libraries that load, and of
+"""The question which instruction set native operations compute with: of libraries that load, and of
 those that do not."""
 
 import os
@@ -12,7 +12,7 @@ import pytest
 from memory_estimator.host import instruction_set, read_host
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import InstructionSetError, load, own_operations
+from models.native.library import InstructionSetError, load, native_operations
 
 VARIABLE = "CPU3D_INSTRUCTION_SET"
 
@@ -20,7 +20,7 @@ VARIABLE = "CPU3D_INSTRUCTION_SET"
 @pytest.fixture(scope="module")
 def whole(library):
     """A pair that loads here, on a CPU that it computes on."""
-    if not build.existing() or not own_operations().door:
+    if not build.existing() or not native_operations().tf_ops:
         pytest.skip("needs built operations, and a CPU with AVX2")
     return build.existing()[0]
 
@@ -31,7 +31,7 @@ def pair(whole, tmp_path, monkeypatch):
     # The answer of a folder is kept, and pytest names the folder of a test as that of one before.
     monkeypatch.setattr(build, "BUILT", tmp_path / uuid.uuid4().hex)
     build.BUILT.mkdir()
-    for path in (whole.kernels, whole.door):
+    for path in (whole.kernels, whole.tf_ops):
         shutil.copy(path, build.BUILT)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("CC", raising=False)
@@ -49,14 +49,14 @@ def test_the_library_s_answer_is_what_python_says_of_this_cpu(pair):
     if "amx_tile" in flags:
         pytest.skip("the system may keep AMX from this process")
     best = instruction_set([flag for flag in host.isa if flag in flags], host.cpu_model)
-    assert own_operations().bfloat16 == host.instructions == best
+    assert native_operations().bfloat16 == host.instructions == best
 
 
 def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair, monkeypatch):
     for name, each in INSTRUCTION_SETS.items():
         monkeypatch.setenv(VARIABLE, name)
         try:
-            assert own_operations().bfloat16 == name
+            assert native_operations().bfloat16 == name
         except InstructionSetError as error:
             words = str(error)
             lacking = [flag for flag in each.needs if flag in words.split("lacks ")[1]]
@@ -69,17 +69,17 @@ def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair,
 def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch, name):
     monkeypatch.setenv(VARIABLE, name)
     with pytest.raises(InstructionSetError, match=rf"{VARIABLE} must .*, got '{name}'") as caught:
-        own_operations()
+        native_operations()
     assert all(known in str(caught.value) for known in INSTRUCTION_SETS)
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh"])
 def test_a_library_that_does_not_load_is_named(pair, content, capsys):
     pair.kernels.write_bytes(content)
-    own = own_operations()
-    assert (own.float32, own.bfloat16, own.door) == ("", "", None)
-    assert str(pair.kernels) in own.why
-    assert "C compiler" in own.why
+    native = native_operations()
+    assert (native.float32, native.bfloat16, native.tf_ops) == ("", "", None)
+    assert str(pair.kernels) in native.why
+    assert "C compiler" in native.why
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -87,7 +87,7 @@ def test_a_library_whose_kinds_are_others_is_refused(pair, monkeypatch):
     monkeypatch.setattr("models.native.library.fingerprint", lambda: "of other kinds")
     with pytest.raises(OSError, match=r"must .* of other kinds, got [0-9a-f]{16}"):
         load(pair.kernels)
-    assert own_operations().bfloat16 == ""
+    assert native_operations().bfloat16 == ""
 
 
 COMPILER = """#!/bin/sh
@@ -108,9 +108,9 @@ def test_a_library_for_another_machine_is_built_again(pair, whole, monkeypatch, 
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     monkeypatch.setenv("KERNELS", str(whole.kernels))
-    own = own_operations()
-    assert own.bfloat16
-    assert own.kernels.read_bytes() == whole.kernels.read_bytes()
+    native = native_operations()
+    assert native.bfloat16
+    assert native.kernels.read_bytes() == whole.kernels.read_bytes()
 
 
 def run_script(script, *words):
@@ -123,17 +123,17 @@ def test_it_is_asked_without_tensorflow_and_numpy(pair):
     script = (
         "import sys\n"
         "sys.modules.update(tensorflow=None, numpy=None)\n"
-        "from models.native.library import own_operations\n"
-        "print(own_operations().bfloat16)\n"
+        "from models.native.library import native_operations\n"
+        "print(native_operations().bfloat16)\n"
     )
     done = run_script(script)
-    assert done.stdout.strip() == own_operations().bfloat16
+    assert done.stdout.strip() == native_operations().bfloat16
 
 
 OPENED = """
 import ctypes
-from models.native.library import own_operations
-ctypes.CDLL(str(own_operations().door))
+from models.native.library import native_operations
+ctypes.CDLL(str(native_operations().tf_ops))
 from models.native import operations
 from models.native.operations import Source
 pooled = operations.operate('max_pool', Source(tf.ones((1, 2, 2, 2, 1)))).map
@@ -142,15 +142,15 @@ print(operations.available(), float(pooled))
 
 
 REFUSED = """
-from models.native.library import own_operations
+from models.native.library import native_operations
 
 def refuse(path):
     raise tf.errors.NotFoundError(None, None, "undefined symbol: TF_New")
 
 tf.load_op_library = refuse
 from models.native import operations
-print(operations.available(), own_operations().bfloat16 or "none")
-print(own_operations().why)
+print(operations.available(), native_operations().bfloat16 or "none")
+print(native_operations().why)
 """
 
 
@@ -191,4 +191,4 @@ def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(an
     printed, warned = answers[1]
     assert printed.split()[:2] == ["False", "none"], warned
     assert "undefined symbol" in printed
-    assert "warning: own operations" in warned
+    assert "warning: native operations" in warned

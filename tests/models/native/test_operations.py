@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from models.native import operations
-from models.native.library import own_operations
+from models.native.library import native_operations
 from models.native.operations import Gradient, Source, available, convolve, input_gradient
 from models.native.shared import KIND_CODES
 
@@ -169,13 +169,13 @@ OF_A_LOSS_OR_AN_UPDATE = ("loss_sums", "loss_slope", "orthogonal")  # operations
 def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_number_of_maps(kind):
     filters, bias, norms, other_norms, maps, others = KINDS[kind]
     floats = [filters, bias, norms and (2, 6, norms), other_norms and (2, 6, other_norms)]
-    door = tf.load_op_library(str(own_operations().door))
+    tf_ops = tf.load_op_library(str(native_operations().tf_ops))
     fitting = [name or (0,) for name in floats] + [MAPS[name] for name in maps + others]
 
     def call(shapes):
         tensors = [tf.zeros(shape) for shape in shapes]
         parts = tensors[4 : 4 + len(maps)], tensors[4 + len(maps) :]
-        door.cpu_operation(*tensors[:4], *parts, kind=KIND_CODES[kind])
+        tf_ops.cpu_operation(*tensors[:4], *parts, kind=KIND_CODES[kind])
 
     call(fitting)
     for i, shape in enumerate(fitting):

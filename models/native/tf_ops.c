@@ -1,4 +1,4 @@
-/* The door into TensorFlow: its C kernel API alone. Built once, it runs in TensorFlow 2.15 to 2.21.
+/* The way into TensorFlow: its C kernel API alone. Built once, it runs in TensorFlow 2.15 to 2.21.
 
    CpuOperation  filters, bias, coefficients, other_coefficients: float; maps: n_maps * T; others:
    n_others * T
