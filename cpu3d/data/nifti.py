@@ -13,7 +13,7 @@ import itertools
 import math
 import zlib
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Sequence, Tuple, TypeVar, Union
+from typing import Any, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 from nibabel import orientations
@@ -34,14 +34,6 @@ Header = Any  # nibabel's Nifti1Header or Nifti2Header
 NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")  # the size of its header, in both byte orders
 HEADER_SIZES = (b"\x5c\x01\0\0", b"\0\0\x01\x5c", *NIFTI_2)
 GZIP = b"\x1f\x8b"  # how its data begin
-# How other files begin, in lower case -> what they are, and what to do.
-OTHER_FILES = {
-    b"version https://git-lfs": "a pointer of Git LFS; fetch the volume with `git lfs pull`",
-    b"<!doctype": "a web page; fetch the volume itself",
-    b"<html": "a web page; fetch the volume itself",
-    b"nrrd": "an NRRD file; convert it to .nii.gz",
-    b"pk\x03\x04": "a zip archive; unpack it",
-}
 
 # The spatial units of xyzt_units, by their codes in the header, and how many of each are a mm. A
 # code of 0, and those that the format leaves open, are taken as mm.
@@ -77,7 +69,8 @@ def read_volume(path: Union[str, Path]) -> Tuple[Array, Geometry]:
     """
     path = Path(path)
     content = _read_bytes(path)
-    header, (shape, dtype, offset, slope, inter) = _parse_header(path, content)
+    header, shape, dtype = _read_header(path, content)
+    offset = int(header.get_data_offset())
     needed = offset + math.prod(shape) * dtype.itemsize
     if len(content) < needed:
         rule = f"{path} must hold {needed} bytes for shape {shape}"
@@ -85,35 +78,29 @@ def read_volume(path: Union[str, Path]) -> Tuple[Array, Geometry]:
     voxels = np.frombuffer(content, dtype, count=math.prod(shape), offset=offset)
     if not dtype.isnative:
         voxels = voxels.astype(dtype.newbyteorder("="))
-    if (slope, inter) != (1.0, 0.0):
-        voxels = voxels.astype(np.float64) * slope + inter
+    slope, intercept = header.get_slope_inter()
+    if (slope, intercept) not in ((None, None), (1, 0)):
+        voxels = voxels.astype(np.float64) * slope + intercept
     voxels = voxels.reshape(shape, order="F")
     voxels.flags.writeable = False
     return voxels, _geometry(path, header, xyz(shape[:3]))
 
 
-def read_grid(path: Path) -> Geometry:
-    """Read the grid of a file from its header. Raises InputError as `read_volume`."""
-    try:
-        image: Any = load(path)
-        return _geometry(path, image.header, xyz(_axes(image.shape)[:3]))
-    except Exception:  # as in `channel_count`; a quaternion that nibabel refuses may still be read
-        return read_volume(path)[1]
-
-
-def channel_count(path: Path) -> int:
-    """Count the channels of a file by its header. Raises InputError as `read_volume`."""
+def read_grid(path: Path) -> Tuple[Geometry, int]:
+    """Read the grid of a file and count its channels: by its header alone, if that is sound. Raises
+    InputError as `read_volume`."""
     try:
         image: Any = load(path)
         shape = _axes(image.shape)
-        if image.get_data_dtype().kind not in "iuf":
-            shape = ()
+        geometry = _geometry(path, image.header, xyz(shape[:3]))
+        is_volume = len(shape) <= 4 and image.get_data_dtype().kind in "iuf"
     # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image.
     except Exception:
-        shape = ()
-    if len(shape) not in (3, 4):
-        shape = read_volume(path)[0].shape  # raises it
-    return shape[3] if len(shape) == 4 else 1
+        is_volume = False
+    if not is_volume:
+        voxels, geometry = read_volume(path)
+        shape = voxels.shape
+    return geometry, math.prod(shape[3:])
 
 
 def to_ras(array: Array, geometry: Geometry) -> Array:
@@ -162,32 +149,20 @@ def orientation_note(geometry: Geometry) -> str:
 
 def contradiction(geometry: Geometry) -> str:
     """Say that the sform and the qform of a file contradict each other; "" for others."""
-    forms = placed_forms(geometry)
-    if len(forms) == 2:
-        taken, other = forms.values()
-        apart = displacement(other, taken, geometry.shape)
-        if apart > MOST_APART:
-            axes = "".join(map(str, orientations.aff2axcodes(other)))
-            forms_named = f"the sform (axes {geometry.axes}) and the qform (axes {axes})"
-            rule = f"{forms_named} contradict each other, by {apart:.3g} voxels at a corner"
-            return f"{rule}: the sform is taken; make both the right one"
-    return ""
-
-
-def placed_forms(geometry: Geometry) -> Dict[str, Array]:
-    """Return the affines, in mm, of the forms that a header gives, by their names; the first is
-    taken."""
-    header = _placed_header(geometry)
-    forms = {}
-    for name in ("sform", "qform"):
-        try:
-            affine, code = getattr(header, f"get_{name}")(coded=True)
-        except Exception:  # nibabel's, for a quaternion that is none beside a sform
-            continue
-        if code:
-            affine[:3] /= PER_MM[geometry.unit]
-            forms[name] = affine
-    return forms
+    if not (geometry.sform_code and geometry.qform_code):
+        return ""
+    try:
+        qform = _placed_header(geometry).get_qform()
+    except Exception:  # nibabel's, for a quaternion that is none beside a sform
+        return ""
+    qform[:3] /= PER_MM[geometry.unit]
+    apart = displacement(qform, np.array(geometry.affine), geometry.shape)
+    if apart <= MOST_APART:
+        return ""
+    axes = "".join(orientations.aff2axcodes(qform))
+    forms_named = f"the sform (axes {geometry.axes}) and the qform (axes {axes})"
+    rule = f"{forms_named} contradict each other, by {apart:.3g} voxels at a corner"
+    return f"{rule}: the sform is taken; make both the right one"
 
 
 def displacement(affine: Array, other: Array, shape: Sequence[int]) -> float:
@@ -202,37 +177,32 @@ def displacement(affine: Array, other: Array, shape: Sequence[int]) -> float:
 def on_grid(array: Array, path: Path, grid: Geometry, first: Path, wanted: Geometry) -> Array:
     """Turn an array from `path` to the axes of the grid `wanted`, which is that of `first`, by
     flips and transposes: a view. Raises InputError if it is of another place in space."""
-
-    def is_one(affine: Array, other: Array, shape: Sequence[int]) -> bool:
-        return tuple(shape) == wanted.shape and displacement(affine, other, shape) <= MOST_APART
-
-    own = np.array(grid.affine)
+    affine = np.array(grid.affine)
     target = np.array(wanted.affine)
-    if is_one(own, target, grid.shape):
+    if grid.shape == wanted.shape and displacement(affine, target, grid.shape) <= MOST_APART:
         return array
     rule = f"{path} must have the grid of {first.name}"
-    for name, affine in placed_forms(grid).items():
-        for of_first, other in placed_forms(wanted).items():
-            if is_one(affine, other, grid.shape):
-                got = f"that grid by its {name} and the other's {of_first} alone"
-                raise InputError(f"{rule}, got {got}; make both forms of each file the right one")
     if is_placed(grid) != is_placed(wanted):
         # That the same voxels are meant is likely, but a side that is guessed wrong is not seen
         # later.
         lacking = first.name if is_placed(grid) else path.name
-        got = f"{lacking} does not give the orientation, its sform and qform codes are 0"
-        todo = "copy the header of one to the other if their voxels are in the same order"
-        raise InputError(f"{rule}, got that {got}, but the other does; {todo}")
-    turn = orientations.io_orientation(np.linalg.solve(target, own))
-    own = own @ orientations.inv_ornt_aff(turn, grid.shape)
+        got = f"no orientation in {lacking}, whose sform and qform codes are 0"
+        todo = "copy the other's header to it if their voxels are in the same order"
+        raise InputError(f"{rule}, got {got}; {todo}")
+    for name, own in ((path.name, grid), (first.name, wanted)):
+        if contradiction(own):  # by the other form it may need no turn, and a side is exchanged
+            raise InputError(f"{rule}, got {name}, in which {contradiction(own)}")
+    turn = orientations.io_orientation(np.linalg.solve(target, affine))
+    affine = affine @ orientations.inv_ornt_aff(turn, grid.shape)
     shape = tuple(grid.shape[axis] for axis in np.argsort(turn[:, 0]))
-    if not is_one(own, target, shape):
+    apart = displacement(affine, target, shape)
+    if shape != wanted.shape:
         got = f"shape {shape}, not {wanted.shape}"
-        if shape == wanted.shape:
-            apart = displacement(own, target, shape)
-            got = f"a corner {apart:.3g} voxels from its place, more than {MOST_APART}"
-        raise InputError(f"{rule}, got {got}; resample it, or leave the case out")
-    return orientations.apply_orientation(array, turn)
+    elif apart > MOST_APART:
+        got = f"a corner {apart:.3g} voxels from its place, more than {MOST_APART}"
+    else:
+        return orientations.apply_orientation(array, turn)
+    raise InputError(f"{rule}, got {got}; resample it, or leave the case out")
 
 
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:
@@ -260,38 +230,23 @@ def ras_steps_mm(geometry: Geometry) -> Array:
     return triangular * np.sign(np.diagonal(triangular))[:, None]
 
 
-def write_label(path: Union[str, Path], label_ras: Array, geometry: Geometry) -> None:
-    """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with
-    its sform and qform. Codes must be integers from 0 to 255."""
-    write_bytes(path, label_content(path, label_ras, geometry))
-
-
-def label_content(path: Union[str, Path], label_ras: Array, geometry: Geometry) -> bytes:
-    """The content of the file that `write_label` writes."""
-    label = label_ras.astype(np.uint8)
-    if label.ndim != 3 or not np.array_equal(label, label_ras):
-        got = f"{label_ras.ndim}D of {label_ras.dtype}"
-        raise ValueError(f"label must be 3D integers 0..255, got {got}; convert it")
-    return _volume_content(path, label, geometry)
-
-
 def write_volume(
     path: Union[str, Path], volume_ras: Array, geometry: Geometry, *, compression: int = 6
 ) -> None:
     """Write `(X, Y, Z)` or `(X, Y, Z, C)` in axes R A S, in its own dtype, on the grid of
-    `geometry`, atomically.
+    `geometry`, with its sform and qform, atomically.
 
     The same input gives the same bytes. `compression` is gzip's level. Raises InputError for
     another ending than .nii.gz or .nii."""
-    write_bytes(path, _volume_content(path, volume_ras, geometry, compression))
+    write_bytes(path, volume_content(path, volume_ras, geometry, compression))
 
 
-def _volume_content(
+def volume_content(
     path: Union[str, Path], volume_ras: Array, geometry: Geometry, compression: int = 6
 ) -> bytes:
-    """The content of the file that `write_volume` writes."""
-    path = Path(path)
-    if not path.name.lower().endswith((".nii.gz", ".nii")):
+    """Return the content of the file that `write_volume` writes."""
+    name = Path(path).name.lower()
+    if not name.endswith((".nii.gz", ".nii")):
         rule = "file to write must end in .nii.gz or .nii"
         raise InputError(f"{rule}, got {path}; choose such a name")
     voxels = from_ras(volume_ras, geometry)
@@ -305,95 +260,56 @@ def _volume_content(
     header["scl_inter"] = 0
     no_extension = b"\0\0\0\0"
     content = header.binaryblock + no_extension + voxels.tobytes(order="F")
-    if path.name.lower().endswith(".gz"):
+    if name.endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
         content = packer.compress(content) + packer.flush()
     return content
 
 
 def _read_bytes(path: Path) -> bytes:
-    """The content of a file, unpacked if it is gzip data, whose CRC and length are checked. Raises
-    InputError for a file that cannot be read, is empty, cut or damaged, or holds something else."""
+    """Return the content of a file, unpacked if it is gzip data, whose CRC and length are checked.
+    Raises InputError for a file that cannot be read, is cut or damaged, or holds something else."""
     try:
         content = read_regular(path)
-        unpacked = gzip.decompress(content) if content.startswith(GZIP) else content
-    except EOFError:
+        if content.startswith(GZIP):
+            content = gzip.decompress(content)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         rule = f"{path} must be whole gzip data"
-        got = f"{len(content):,} bytes that end in the middle of it"
-        raise InputError(f"{rule}, got {got}; it was cut, fetch it again") from None
-    except (zlib.error, gzip.BadGzipFile) as error:
-        rule = f"{path} must be whole gzip data"
-        raise InputError(f"{rule}, got {error}; it is damaged, fetch it again") from None
+        raise InputError(f"{rule}, got {error}; it is cut or damaged, fetch it again") from None
     except OSError as error:
         rule = f"{path} must be a file that can be read"
         raise InputError(f"{rule}, got {error.strerror}; check the path") from None
-    kind = "a NIfTI file"
-    if path.name.lower().endswith(".gz"):
-        kind = "a NIfTI file in gzip data, as its name says"
-    other = _other_content(unpacked)
-    if other:
-        raise InputError(f"{path} must be {kind}, got {other}")
-    return unpacked
+    if content[:4] not in HEADER_SIZES:
+        got = f"{count(len(content), 'byte')}, which begin with {content[:40]!r}"
+        raise InputError(f"{path} must be a NIfTI file, got {got}; fetch it again, or convert it")
+    return content
 
 
-def _other_content(content: bytes) -> str:
-    """What content is that cannot be a NIfTI file, and what to do; "" for any other."""
-    if not content:
-        return "nothing, it is empty; fetch it again"
-    if content[:4] in HEADER_SIZES or content[344:347] in (b"n+1", b"ni1"):
-        if len(content) >= Nifti1Header.sizeof_hdr:
-            return ""
-        return f"{count(len(content), 'byte')}, less than a header; fetch it again"
-    begin = content[:200].lstrip().lower()
-    for mark, words in OTHER_FILES.items():
-        if begin.startswith(mark):
-            return words
-    return f"other content, which begins with {content[:8]!r}; fetch it again, or convert it"
-
-
-class _Voxels(NamedTuple):
-    """What a header says of the voxels behind it."""
-
-    shape: Tuple[int, ...]
-    dtype: "np.dtype[Any]"
-    offset: int  # byte of the file
-    slope: float
-    inter: float  # a voxel is its stored value times slope plus inter
-
-
-def _parse_header(path: Path, content: bytes) -> Tuple[Header, _Voxels]:
-    """The NIfTI-1 or -2 header, and what it says of the voxels, checked."""
+def _read_header(path: Path, content: bytes) -> Tuple[Header, Tuple[int, ...], "np.dtype[Any]"]:
+    """Return the NIfTI-1 or -2 header, checked, and the shape and dtype of the voxels behind it."""
     kind = Nifti1Header
     if content[:4] in NIFTI_2:
         kind = Nifti2Header
     try:
         header = kind.from_fileobj(io.BytesIO(content), check=True)
-        magic = bytes(header["magic"])[:3]
         shape = _axes(header.get_data_shape())
         dtype = header.get_data_dtype()
         offset = int(header.get_data_offset())
-        slope, inter = header.get_slope_inter()
+        header.get_slope_inter()
     except Exception as error:  # nibabel's own, numpy's and struct's, for bytes that are no header
-        reason = str(error).strip() or type(error).__name__
         rule = f"{path} must be a NIfTI file"
-        raise InputError(f"{rule}, got {reason}; convert it to .nii.gz") from None
-    if magic not in (b"n+1", b"n+2"):
-        rule = f"{path} must hold header and voxels in one file"
-        raise InputError(f"{rule}, got magic {magic!r}; convert it to .nii.gz")
-    if len(shape) not in (3, 4):
-        rule = f"{path} must have 3 axes, or 4 with the channels last"
-        raise InputError(f"{rule}, got shape {shape}; convert it")
-    if min(shape) <= 0:
-        raise InputError(f"{path} must have voxels, got shape {shape}; convert it")
-    if dtype.kind not in "iuf":
-        rule = f"{path} must hold real numbers"
-        raise InputError(f"{rule}, got {dtype}; convert it to int16 or float32")
-    if offset < header.sizeof_hdr:
-        rule = f"{path} must have its voxels after its header"
-        raise InputError(f"{rule}, got offset {offset}; fetch it again")
-    slope = 1.0 if slope is None else float(slope)
-    inter = 0.0 if inter is None else float(inter)
-    return header, _Voxels(shape, dtype, offset, slope, inter)
+        raise InputError(f"{rule}, got {error!r}; convert it to .nii.gz") from None
+    magic = bytes(header["magic"])[:3]
+    is_shape = len(shape) in (3, 4) and min(shape) > 0
+    for rule, got, holds in (
+        ("hold header and voxels in one file", f"magic {magic!r}", magic in (b"n+1", b"n+2")),
+        ("have 3 axes, or 4 with the channels last", f"shape {shape}", is_shape),
+        ("hold real numbers", str(dtype), dtype.kind in "iuf"),
+        ("have its voxels after its header", f"offset {offset}", offset >= header.sizeof_hdr),
+    ):
+        if not holds:
+            raise InputError(f"{path} must {rule}, got {got}; convert it to .nii.gz")
+    return header, shape, dtype
 
 
 def _axes(shape: Sequence[int]) -> Tuple[int, ...]:
@@ -411,11 +327,11 @@ def _geometry(path: Path, header: Header, shape: Tuple[int, int, int]) -> Geomet
         rule = f"{path} must have a valid qform"
         raise InputError(f"{rule}, got {error}; correct its header") from None
     affine[:3] /= PER_MM[unit]
-    axes = _checked_axes(path, affine, unit)
+    _check_affine(path, affine, unit)
     geometry = Geometry(
         shape,
         affine_rows(affine),
-        axes,
+        "".join(orientations.aff2axcodes(affine)),
         sform_code=int(header["sform_code"]),
         qform_code=int(header["qform_code"]),
         unit=unit,
@@ -433,27 +349,23 @@ def affine_rows(affine: Array) -> Tuple[AffineRow, AffineRow, AffineRow, AffineR
     return first, second, third, last
 
 
-def _checked_axes(path: Path, affine: Array, unit: str) -> str:
-    """The directions of an affine's axes, such as "LPS". Raises InputError as `read_volume`."""
-    axes: Tuple[Any, ...] = (None,)
-    if np.isfinite(affine).all():
-        axes = orientations.aff2axcodes(affine)
+def _check_affine(path: Path, affine: Array, unit: str) -> None:
+    """Raise InputError as `read_volume` for the affine, in mm, of a file in this unit."""
     steps = affine[:3, :3]
     lengths = np.linalg.norm(steps, axis=0)
-    if None in axes or abs(np.linalg.det(steps)) <= 1e-6 * np.prod(lengths):
+    is_finite = np.isfinite(affine).all()
+    if not is_finite or abs(np.linalg.det(steps)) <= 1e-6 * np.prod(lengths):
         rule = f"{path} must have an invertible affine"
         raise InputError(f"{rule}, got {affine.tolist()}; correct its header")
     if not is_voxel_size(lengths):
-        sizes = " x ".join(f"{n:.4g}" for n in lengths)
-        own = " x ".join(f"{n:.4g}" for n in lengths * PER_MM[unit])
-        got = f"{sizes} mm, of {own} in the header's unit, {unit}"
+        got = " x ".join(f"{n:.4g}" for n in lengths)
         rule = f"{path} must have voxels of {LEAST_MM:g} to {MOST_MM:g} mm"
-        raise InputError(f"{rule}, got {got}; correct xyzt_units in its header")
+        todo = f"correct xyzt_units in its header, {unit}"
+        raise InputError(f"{rule}, got {got}; {todo}")
     shear = _shear_deg(steps)
     if shear > MOST_SHEAR_DEG:
         rule = f"{path} must have axes that are sheared by at most {MOST_SHEAR_DEG:g} degrees"
         raise InputError(f"{rule}, got {shear:.1f}; resample it")
-    return "".join(axes)
 
 
 def _shear_deg(steps: Array) -> float:

@@ -17,7 +17,7 @@ from cpu3d.data.datasets.find import find_cases
 from cpu3d.data.datasets.layouts import LABEL_CODES, LabelCodes, label_codes_of
 from cpu3d.data.datasets.names import places_of
 from cpu3d.data.labels import PaintedRegions, painted_codes
-from cpu3d.data.nifti import channel_count
+from cpu3d.data.nifti import read_grid
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed
@@ -110,7 +110,7 @@ def _with_channels(
         count = len(files.images)
         if count == 1:
             with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
-                count = channel_count(files.images[0])
+                count = read_grid(files.images[0])[1]
         channels = inputs if count == len(inputs) else store
         if len(files.images) not in (1, len(channels)):
             rule = f"--image must name one 4D file or one for each of {', '.join(channels)}"

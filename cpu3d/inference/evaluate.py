@@ -33,7 +33,7 @@ from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
 from cpu3d.data.fold import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.nifti import ras_steps_mm, write_label
+from cpu3d.data.nifti import ras_steps_mm, write_volume
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
@@ -267,7 +267,7 @@ def _score(
     for name, codes in predictor.regions.items():
         masks = region_mask(truth, codes), region_mask(label, codes)
         regions[name] = score_region(*masks, steps_mm, tolerance_mm, ignored)
-    write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
+    write_volume(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
     more = {}
     if evidence:
         gathered = gather(answers, truth, predictor.regions, steps_mm, ignored)

@@ -56,7 +56,7 @@ from cpu3d.data.datasets.layouts import LABEL_CODES
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord, Geometry
-from cpu3d.data.nifti import label_content, ras_shape, ras_spacing_mm, ras_steps_mm, write_volume
+from cpu3d.data.nifti import ras_shape, ras_spacing_mm, ras_steps_mm, volume_content, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.host.apply import set_up
@@ -256,7 +256,7 @@ def predict_case(
         *window_notes(loaded.image, record, case.channels, kinds),
         *keep_corrected(outputs, before),
     ]
-    label_file = label_content(outputs.label, label, geometry)
+    label_file = volume_content(outputs.label, label, geometry)
     content: Dict[str, Any] = {
         "schema": SCHEMA,
         "written_by": WRITER,

@@ -102,7 +102,7 @@ def voxels_of(cases: Iterable[CaseFiles]) -> Tuple[List[Spacing3], List[Shape3]]
     shapes = []
     for files in cases:
         with contextlib.suppress(InputError):
-            grid = read_grid(files.images[0])
+            grid = read_grid(files.images[0])[0]
             spacings.append(ras_spacing_mm(grid))
             shapes.append(ras_shape(grid))
     return spacings, shapes

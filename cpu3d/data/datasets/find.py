@@ -26,7 +26,7 @@ from cpu3d.data.datasets.names import (
     stem_of,
     volumes_in,
 )
-from cpu3d.data.nifti import channel_count
+from cpu3d.data.nifti import read_grid
 from cpu3d.errors import InputError, raise_if_any
 
 # Names of files that lie beside images in a folder.
@@ -159,7 +159,7 @@ class _Search:
         """Whether a file is a case of its own, by its header; one that is damaged is, unless its
         name tells more."""
         try:
-            return channel_count(path) > 1
+            return read_grid(path)[1] > 1
         except InputError:
             name = read_name(path, self.channels)
             return name.channel is None and name.number is None
@@ -174,7 +174,7 @@ class _Search:
             about = describing(path)
             names = about.channels if about else ()
             with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
-                count = channel_count(path)
+                count = read_grid(path)[1]
                 if about and count != len(names):
                     rule = f"{path} must hold the channels that {about.path} names"
                     todo = f'correct the file, or "{about.channels_field}" there'

@@ -33,7 +33,7 @@ from cpu3d.data.datasets.names import (
     stem_of,
     volumes_in,
 )
-from cpu3d.data.nifti import channel_count
+from cpu3d.data.nifti import read_grid
 from cpu3d.data.split import Split
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count
@@ -198,7 +198,7 @@ def _is_nnunet1(about: Description, entries: Sequence[Entry]) -> bool:
     if not singles or len(about.channels) == 1 or read_name(singles[0]).number is None:
         return False
     with contextlib.suppress(InputError):  # its problem is named when it is loaded
-        return channel_count(singles[0]) == 1
+        return read_grid(singles[0])[1] == 1
     return False
 
 

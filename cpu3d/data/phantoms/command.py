@@ -22,7 +22,7 @@ from typing import Any, Dict, Optional, Tuple, Union
 import numpy as np
 
 from cpu3d.data.manifest import Geometry
-from cpu3d.data.nifti import affine_rows, write_label, write_volume
+from cpu3d.data.nifti import affine_rows, write_volume
 from cpu3d.data.phantoms.ct import CT_CHANNELS, CT_LABELS, ct_case
 from cpu3d.data.phantoms.head import (
     CHANNELS,
@@ -191,7 +191,7 @@ def _write_case(out: Path, drawing: Drawing, index: int) -> None:
     image, label = drawing.case(index)
     geometry = Geometry(drawing.shape, affine_rows(np.eye(4)), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
-    write_label(label_path, label, geometry)
+    write_volume(label_path, label, geometry)
 
 
 def _dataset_json(cases: int, drawing: Drawing) -> Dict[str, Any]:

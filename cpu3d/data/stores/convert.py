@@ -124,8 +124,7 @@ def header_problems(files: CaseFiles, channels: Sequence[str]) -> List[str]:
     first: Optional[Geometry] = None
     for path, names in itertools.zip_longest(files.paths, wanted[: len(files.images)]):
         try:
-            grid = nifti.read_grid(path)
-            volumes = nifti.channel_count(path)
+            grid, volumes = nifti.read_grid(path)
             if names:
                 channel_indices(path, volumes, names, files.names)
             elif volumes > 1:

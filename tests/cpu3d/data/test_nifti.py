@@ -7,7 +7,7 @@ import pytest
 
 from cpu3d.data import nifti
 from cpu3d.data.manifest import Geometry, case_from_json, record_bytes
-from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label
+from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import make_record, write_nifti
 
@@ -56,27 +56,22 @@ def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "got"),
+    "content",
     [
-        ("a.nii.gz", b"", "gzip data, as its name says, got nothing, it is empty; fetch"),
-        ("a.nii", b"", "be a NIfTI file, got nothing, it is empty; fetch"),
-        ("a.nii.gz", gzip.compress(b"", mtime=0), "got nothing, it is empty"),
-        ("a.nii", b"\x5c\x01\0\0" + bytes(96), "got 100 bytes, less than a header"),
-        ("a.nii.gz", b"\n<!DOCTYPE html>" + b" " * 400, "got a web page"),
-        ("a.nii.gz", b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
-        ("a.nii.gz", gzip.compress(b"P5 1000 " * 60, mtime=0), "got other content"),
-        ("a.nii.gz", b"P5 1000 " * 60, "as its name says, got other content, .* b'P5 1000 '"),
-        ("a.nii", b"P5 1000 " * 60, "be a NIfTI file, got other content"),
-        ("a.nii.gz", gzip.compress(bytes(5000), mtime=0)[:30], "got 30 bytes that end in the"),
+        b"",
+        b"\x5c\x01\0\0" + bytes(96),
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:1",
+        b"P5 1000 " * 60,
+        gzip.compress(bytes(5000), mtime=0),
+        gzip.compress(bytes(5000), mtime=0)[:30],
     ],
-    ids=range(10),
+    ids=range(6),
 )
-def test_a_file_that_is_empty_cut_or_something_else_is_named_for_what_it_is(
-    tmp_path, name, content, got
-):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name} must .*{got}"):
-        read_volume(tmp_path / name)
+def test_a_file_that_is_empty_cut_or_something_else_is_refused(tmp_path, content):
+    (tmp_path / "a.nii.gz").write_bytes(content)
+    for read in (read_volume, nifti.read_grid):
+        with pytest.raises(InputError, match=r"a\.nii\.gz must be .*, got"):
+            read(tmp_path / "a.nii.gz")
 
 
 def test_a_volume_that_is_not_packed_is_read_whatever_its_name(tmp_path):
@@ -86,36 +81,30 @@ def test_a_volume_that_is_not_packed_is_read_whatever_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "content", "rule"),
+    ("place", "content", "got"),
     [
-        (280, bytes(12), "an invertible affine"),  # srow_x
-        (40, np.array([3, 0, 3, 4], "<i2").tobytes(), "have voxels, got shape"),
-        (70, np.array([32], "<i2").tobytes(), "hold real numbers, got complex64"),
-        (108, np.array([0], "<f4").tobytes(), "offset 0"),
-        (344, b"ni1\0", "header and voxels in one file, got magic b'ni1'"),
-        # Only the qform counts, whose quaternion is longer than 1.
-        (
-            252,
-            np.array([1, 0], "<i2").tobytes() + np.array([1, 1], "<f4").tobytes(),
-            "have a valid qform",
-        ),
+        (280, bytes(12), "affine, got"),  # srow_x
+        (292, np.array([np.nan], "<f4").tobytes(), "affine, got"),  # its offset
+        (40, np.array([3, 0, 3, 4], "<i2").tobytes(), "got shape"),
+        (70, np.array([32], "<i2").tobytes(), "got complex64"),
+        (108, np.array([0], "<f4").tobytes(), "got offset 0"),
+        (344, b"ni1\0", "got magic b'ni1'"),
+        (252, b"\1\0\0\0" + np.array([1, 1], "<f4").tobytes(), "a valid qform"),
     ],
 )
-def test_a_header_that_does_not_make_sense_is_refused(tmp_path, place, content, rule):
+def test_a_header_that_does_not_make_sense_is_refused(tmp_path, place, content, got):
     path = write_nifti(tmp_path / "a.nii", np.zeros((2, 2, 2), np.int16))
     whole = bytearray(path.read_bytes())
     whole[place : place + len(content)] = content
     path.write_bytes(whole)
-    with pytest.raises(InputError, match=rule):
+    with pytest.raises(InputError, match=got):
         read_volume(path)
 
 
 def test_what_does_not_fit_the_grid_or_the_format_is_not_written(tmp_path):
     geometry = geometry_of("LPS")
-    with pytest.raises(ValueError, match=r"label must be 3D integers 0\.\.255"):
-        write_label(tmp_path / "a.nii", np.full((2, 3, 4), 0.5), geometry)
     with pytest.raises(InputError, match=r"must end in \.nii\.gz or \.nii"):
-        write_label(tmp_path / "a.mgz", np.zeros((2, 3, 4), np.uint8), geometry)
+        write_volume(tmp_path / "a.mgz", np.zeros((2, 3, 4), np.uint8), geometry)
 
 
 @pytest.mark.parametrize("axes", ORIENTATIONS)
@@ -147,7 +136,7 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     nibabel.save(image, source)
     record = make_record(geometry=read_volume(source)[1])
     geometry = case_from_json(record_bytes(record)).geometry
-    write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
+    write_volume(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
     before = source.read_bytes()
     after = (tmp_path / "label.nii").read_bytes()
     assert after[76:92] == before[76:92]  # pixdim
@@ -158,54 +147,35 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
 # --- Units, sheared grids, files without orientation, headers off by rounding ---
 
 
-def header_fields(path):
-    """(spatial code of xyzt_units, pixdim, quaternion and its offset, srow) of a NIfTI-1 file, as
-    bytes."""
-    content = path.read_bytes()
-    return content[123] & 7, content[76:92], content[256:328]
-
-
-@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
 @pytest.mark.parametrize("codes", [(1, 1), (0, 1), (0, 0)])
 @pytest.mark.parametrize(
     ("unit", "per_mm"), [(0, 1.0), (1, 0.001), (2, 1.0), (3, 1000.0), (6, 1.0)]
 )
 def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(
-    tmp_path, kind, codes, unit, per_mm
+    tmp_path, codes, unit, per_mm
 ):
     affine = np.array(geometry_of("LPS", spacing=(0.9, 1.1, 2.5)).affine)
     affine[:3] *= per_mm
-    image = kind(np.zeros((4, 4, 4), np.int16), affine)
+    image = nibabel.Nifti2Image(np.zeros((4, 4, 4), np.int16), affine)
     image.set_sform(affine, codes[0])
     image.set_qform(affine, codes[1])
     image.header["xyzt_units"] = unit + 8  # and a unit of time
     nibabel.save(image, tmp_path / "a.nii")
     _, geometry = read_volume(tmp_path / "a.nii")
     assert ras_spacing_mm(geometry) == pytest.approx((0.9, 1.1, 2.5), rel=1e-6)
-    if any(codes):
-        assert np.array(geometry.affine)[:3, 3] == pytest.approx((-10, 20, 5), rel=1e-5)
-    record = make_record(geometry=geometry)
-    geometry = case_from_json(record_bytes(record)).geometry
-    write_label(tmp_path / "label.nii", np.zeros((4, 4, 4), np.uint8), geometry)
+    write_volume(tmp_path / "label.nii", np.zeros((4, 4, 4), np.uint8), geometry)
     written = nibabel.load(tmp_path / "label.nii")
     assert int(written.header["xyzt_units"]) == (unit if unit < 4 else 0)
-    assert written.affine == pytest.approx(
-        image.affine if any(codes) else image.header.get_base_affine(), rel=1e-6
-    )
-    if kind is nibabel.Nifti1Image and unit < 4:
-        assert header_fields(tmp_path / "label.nii") == header_fields(tmp_path / "a.nii")
-        assert read_volume(tmp_path / "label.nii")[1] == geometry
+    before = nibabel.load(tmp_path / "a.nii").affine
+    assert written.affine == pytest.approx(before, rel=1e-6)
 
 
-@pytest.mark.parametrize(("unit", "size"), [(3, 1.0), (1, 1.0), (2, 1000.0), (0, 0.001)])
-def test_voxels_of_no_scan_are_refused_as_their_unit_must_be_another(tmp_path, unit, size):
+@pytest.mark.parametrize(("unit", "size", "mm"), [(3, 1, 0.001), (1, 1, 1000), (2, 101, 101)])
+def test_voxels_of_no_scan_are_refused_as_their_unit_must_be_another(tmp_path, unit, size, mm):
     image = nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), np.diag([size, size, size, 1]))
     image.header["xyzt_units"] = unit
     nibabel.save(image, tmp_path / "a.nii")
-    mm = size * {0: 1, 1: 1000, 2: 1, 3: 0.001}[unit]
-    with pytest.raises(
-        InputError, match=rf"must have voxels of 0.01 to 100 mm, got {mm:g} x .*xyzt_units"
-    ):
+    with pytest.raises(InputError, match=rf"voxels of 0\.01 to 100 mm, got {mm:g} x .*xyzt_units"):
         read_volume(tmp_path / "a.nii")
 
 
@@ -225,33 +195,25 @@ def test_axes_of_length_one_behind_the_third_are_left_out(tmp_path, shape, expec
     array = np.arange(np.prod(shape), dtype=np.int16).reshape(shape)
     path = write_nifti(tmp_path / "a.nii.gz", array)
     assert np.array_equal(read_volume(path)[0], array.reshape(expected))
-    assert nifti.channel_count(path) == (expected[3] if len(expected) == 4 else 1)
+    assert nifti.read_grid(path)[1] == (expected[3] if len(expected) == 4 else 1)
 
 
-@pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
 @pytest.mark.parametrize("sform", [0, 1])
 @pytest.mark.parametrize("above", [4e-7, 9e-6])
 def test_a_quaternion_that_is_too_long_by_rounding_is_read_and_what_is_written_can_be_read(
-    tmp_path, kind, sform, above
+    tmp_path, sform, above
 ):
-    image = kind(np.zeros((2, 3, 4), np.int16), np.eye(4))
-    image.set_sform(np.eye(4), sform)
-    image.set_qform(np.eye(4), 1)
-    nibabel.save(image, tmp_path / "a.nii")
-    content = bytearray((tmp_path / "a.nii").read_bytes())
-    header = np.frombuffer(content, kind.header_class.template_dtype, 1)[0].copy()
+    path = write_nifti(tmp_path / "a.nii", np.zeros((2, 3, 4), np.int16), codes=(sform, 1))
+    content = bytearray(path.read_bytes())
     half = np.sqrt((1 + above) / 2)
-    header["quatern_b"] = 0
-    header["quatern_c"] = half
-    header["quatern_d"] = half
-    content[: header.nbytes] = header.tobytes()
-    (tmp_path / "a.nii").write_bytes(content)
-    _, geometry = read_volume(tmp_path / "a.nii")
+    content[76:80] = np.float32(1).tobytes()
+    content[256:268] = np.array([0, half, half], "<f4").tobytes()
+    path.write_bytes(content)
+    _, geometry = read_volume(path)
     assert geometry.axes == ("RAS" if sform else "LSA")
-    write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
-    assert nibabel.load(tmp_path / "label.nii").get_qform() == pytest.approx(
-        np.array([[-1, 0, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]), abs=1e-4
-    )
+    write_volume(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
+    written = nibabel.load(tmp_path / "label.nii").get_qform()[:3, :3]
+    assert written == pytest.approx(np.eye(3)[[0, 2, 1]] * [-1, 1, 1], abs=1e-4)
 
 
 def sheared(degrees, about=(0.0, 0.0, 0.0)):
