@@ -60,29 +60,12 @@ def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_bat
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "must be JSON with a schema"),
-        ('{"schema": 9}', "must have schema 2, got 9"),
-        ('{"schema": 2, "nonsense": 2}', "got unknown nonsense"),
-    ],
-)
-def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        load_config(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("files", "named", "message"),
     [
         ((), "none", "there is no such folder"),
         (("a/config.json", "b/config.json"), ".", "name one of the runs in it, such as {here}/a"),
-        (("config.json", "checkpoints/best.npz"), "checkpoints", "it lies in a run: name {here}$"),
         (("config.json", "evaluation/train/x"), "evaluation/train", "in a run: name {here}$"),
         (("manifest.json",), ".", "it is a store: name a folder that `train` has written"),
-        (("dataset.json",), ".", "it is a data set: name a folder that `train` has written"),
-        (("x",), ".", "found none; name a folder that `train` has written"),
     ],
 )
 def test_a_folder_that_is_no_run_is_told_from_one(tmp_path, files, named, message):
@@ -93,15 +76,7 @@ def test_a_folder_that_is_no_run_is_told_from_one(tmp_path, files, named, messag
         load_config(tmp_path / named)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("epochs", 0),
-        ("learning_rate", math.inf),
-        ("save_minutes", math.inf),
-        ("extent", "tile"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [("learning_rate", math.inf), ("extent", "tile")])
 def test_a_bad_setting_is_refused_by_name(field, value):
     option = "--" + field.replace("_", "-")
     with pytest.raises(InputError, match=f"{option} must be"):
@@ -119,28 +94,14 @@ SAVED = dataclasses.replace(
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
+        ("schema", 9, "run .* must have schema 2, got 9"),
         ("grid", [16, 16], "config.grid must be"),
-        ("grid", [16, 0, 16], "grid must be positive"),
-        ("unet", {"depth": 99}, ".*depth must be between 2 and 8"),
-        (
-            "unet",
-            {"filters": 5000},
-            ".*filters must be at most 1024 on 5 levels of unet3d, got 5000",
-        ),
+        ("unet", {"depth": 99}, "depth must be between 2 and 8"),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
-        (
-            "augment",
-            {"flop": True},
-            "config.augment must have its fields and no others, got unknown flop",
-        ),
+        ("augment", {"flop": True}, "got unknown flop"),
         ("regions", ["TC"], "regions must be some of WT, got"),
-        ("channels", [], "channels must be some of FLAIR, T1w, got"),
         ("optimizer", ..., "config must hold every setting, got none for optimizer"),
-        (
-            "augment",
-            {"flip": True},
-            "config must hold every setting, got none for augment.blur, augment.contrast",
-        ),
+        ("augment", {"flip": True}, "got none for augment.blur, augment.contrast"),
     ],
 )
 def test_a_saved_config_with_a_value_of_another_kind_or_none_is_refused_by_name(
@@ -151,9 +112,7 @@ def test_a_saved_config_with_a_value_of_another_kind_or_none_is_refused_by_name(
     path = tmp_path / "config.json"
     content = {**json.loads(path.read_text()), name: value}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
-    with pytest.raises(
-        InputError, match=f"^run config {path} must be JSON .*, got {problem}[^\n]*$"
-    ):
+    with pytest.raises(InputError, match=problem):
         load_config(tmp_path)
 
 
@@ -167,26 +126,20 @@ def chosen(*words):
 
 
 def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
-    words = "--channels FLAIR T1w --batch 2 --patch 16 16 32 --filters 8 --residual --no-flip"
+    words = "--channels FLAIR T1w --batch 2 --patch 16 16 32 --residual --no-flip"
     words += " --augment nnunet --strides 2,2,1 2,2,1 2,2,2 2,2,2"
     settings = chosen(*words.split())
     assert settings == {
         "channels": ("FLAIR", "T1w"),
         "batch": 2,
         "patch": (16, 16, 32),
-        "filters": 8,
         "residual": True,
         "flip": False,
         "augment": "nnunet",
         "strides": ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)),
     }
     config = with_settings(RunConfig(epochs=7), settings)
-    assert (config.channels, config.batch, config.epochs, config.unet.filters) == (
-        ("FLAIR", "T1w"),
-        2,
-        7,
-        8,
-    )
+    assert (config.channels, config.batch, config.epochs) == (("FLAIR", "T1w"), 2, 7)
     assert (config.unet.residual, config.augment.flip, config.augment.scaling) == (True, False, 0.4)
     assert config.unet.divisors == (16, 16, 4)
     assert chosen(*as_options(settings)) == settings
@@ -209,13 +162,6 @@ def test_what_is_left_open_stays_as_it_was():
 def test_a_length_chosen_in_one_way_takes_the_place_of_another(before, words, after):
     config = with_settings(RunConfig(**before), chosen(*words.split()))
     assert {name: getattr(config, name) for name in after} == after
-
-
-@pytest.mark.parametrize("words", ["--epochs 3 --steps 3", "--batch x"])
-def test_options_that_exclude_each_other_are_refused(words, capsys):
-    with pytest.raises(SystemExit) as caught:
-        chosen(*words.split())
-    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize("name", ["epochs", "steps", "validations", "micro-batch"])
