@@ -210,7 +210,6 @@ class Settings:
         at_least=0,
         typed_at_least=1,
     )
-    patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
     save_minutes: float = _training(
         10.0, "longest time between checkpoints; 0: one after each step", "M", at_least=0
     )

@@ -27,7 +27,7 @@ from memory_estimator.planner import BOTTOM
 
 Json = Dict[str, Any]
 
-DECIDED = ("seed", "fold", "steps", "budget_minutes", "patience")
+DECIDED = ("seed", "fold", "steps", "budget_minutes")
 """Settings that `compare` decides for every run."""
 FOR_ALL = (*DECIDED, "epochs", "validations", "regions")
 NETWORK = ("recipe", "init", "depth", "strides")  # a variant with one has a network of its own

@@ -301,11 +301,11 @@ def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str
 
 
 def _is_out_of_fold(together: RunSet, split: str) -> bool:
-    """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
-    ones, of trainings that they could not end."""
+    """Whether the cases of a split are held out by folds, and have not chosen the weights: they are
+    the last ones."""
     configs = together.configs
-    is_chosen = together.weights != FOLD_WEIGHTS or any(config.patience for config in configs)
-    return split == "val" and all(config.fold for config in configs) and not is_chosen
+    is_last = together.weights == FOLD_WEIGHTS
+    return split == "val" and all(config.fold for config in configs) and is_last
 
 
 def _rules_for(

@@ -22,7 +22,6 @@ from cpu3d.run.config_json import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.heartbeat import (
     BEAT_S,
-    DECIDING,
     SILENT_S,
     Heartbeat,
     Life,
@@ -107,11 +106,9 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     steps_left = None
     if steps and worst.state not in ("finished", UNDECIDED):
         steps_left = max(steps - begin, 0)
-        if worst.heartbeat and worst.heartbeat.phase == DECIDING:
-            steps_left = 0  # also of one that has stopped early
     details = [worst.detail] if worst.detail else []
     beat = worst.heartbeat
-    if undecided and beat and beat.reason not in ("", *FINISHED):
+    if undecided and beat and beat.reason not in ("", FINISHED):
         details.append(beat.reason)  # why the chief, at a good end, could not decide
     recent = history.steps.events[-RECENT:]
     # The time of a step is that of the steps on the last one's grid, but for those that compile.
@@ -232,13 +229,12 @@ def _worst(
     that stands for all of them where the log tells more."""
     last = history.last
     are_idle = all(worker.state in IDLE for worker in workers)
-    if are_idle and last.get("event") == "end" and last["reason"] in FINISHED:
-        # Also of a run that was begun again with nothing to do, however that attempt ended; not of
-        # one that was made longer.
-        is_longer = last["reason"] == "finished" and bool(steps) and last["step"] < steps
-        if last["step"] >= step and not is_longer:
-            beat = workers[0].heartbeat if workers else None
-            return WorkerStatus(0, "finished", heartbeat=beat)
+    is_finished = last.get("event") == "end" and last["reason"] == FINISHED
+    # Also of a run that was begun again with nothing to do, however that attempt ended; not of one
+    # that was made longer.
+    if are_idle and is_finished and last["step"] >= max(step, steps or 0):
+        beat = workers[0].heartbeat if workers else None
+        return WorkerStatus(0, "finished", heartbeat=beat)
     if are_idle and last.get("event") == "diverged":
         return WorkerStatus(0, "diverged", last["reason"])
     if not workers:

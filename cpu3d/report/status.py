@@ -211,7 +211,7 @@ def describe_set(status: SetStatus) -> Group:
 
 
 def _is_end(end: Any) -> bool:
-    return end.get("reason") in FINISHED and bool(end.get("seconds"))
+    return end.get("reason") == FINISHED and bool(end.get("seconds"))
 
 
 def _part_status(name: str, several: RunSet, usual_s: Optional[float], now: float) -> PartStatus:
@@ -225,7 +225,7 @@ def _part_status(name: str, several: RunSet, usual_s: Optional[float], now: floa
         left_s = usual_s if status.seconds_left is None else status.seconds_left
         advice = "" if status.is_fine else status.advice
         return PartStatus(name, str(run), status.state, *steps, None, left_s, advice)
-    is_over = last_end(run).get("reason") in FINISHED
+    is_over = last_end(run).get("reason") == FINISHED
     mean_dice = _mean_dice(run, several) if is_over else None
     state = "finished" if mean_dice is None else "scored"
     return PartStatus(name, str(run), state, *steps, mean_dice, 0.0)

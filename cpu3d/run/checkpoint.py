@@ -29,7 +29,6 @@ import numpy as np
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError, fault_of
 from cpu3d.run.log import FINISHED, flush_log, last_end
-from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import open_regular, typed
 
@@ -170,7 +169,6 @@ class Progress:
     step: int  # steps that are done
     best: Optional[float]  # the highest mean Dice of a validation so far
     best_is_coarse: bool  # then the first one at full resolution replaces it at any Dice
-    stale_validations: int  # since the best one
     owes_validation: bool
     """Whether the run was stopped before it could validate the step it has reached."""
     trained_s: float
@@ -178,14 +176,9 @@ class Progress:
     validated_s: float = 0.0
     """Of it, in validations, those that were broken off included."""
 
-    def is_over(self, config: RunConfig, steps: int) -> bool:
-        """Whether the last of a run's steps is done or patience has run out: no step is left."""
-        if self.owes_validation:
-            return False
-        if self.step >= steps:
-            return True
-        has_no_patience = 0 < config.patience <= self.stale_validations
-        return has_no_patience and self.step > config.coarse_steps
+    def is_over(self, steps: int) -> bool:
+        """Whether the last of a run's steps is done, and validated."""
+        return self.step >= steps and not self.owes_validation
 
 
 def at_the_start() -> Progress:
@@ -194,7 +187,6 @@ def at_the_start() -> Progress:
         step=0,
         best=None,
         best_is_coarse=False,
-        stale_validations=0,
         owes_validation=False,
         trained_s=0.0,
     )
@@ -346,10 +338,10 @@ def newest(run: Path) -> Optional[Checkpoint]:
 
 
 def is_over(run: Path) -> bool:
-    """Whether a run has finished or stopped early and its checkpoint from then is whole: `train`
-    would go on from an earlier one."""
+    """Whether a run has finished and its checkpoint from then is whole: `train` would go on from an
+    earlier one."""
     end = last_end(run)
-    if end.get("reason") not in FINISHED:
+    if end.get("reason") != FINISHED:
         return False
     try:
         last = newest(run)
@@ -359,12 +351,11 @@ def is_over(run: Path) -> bool:
 
 
 def is_trained(run: Path, steps: int) -> bool:
-    """Whether a run has taken `steps` steps, or has stopped early, and has its last and its best
-    weights: `train` replaces those that are lost."""
+    """Whether a run has taken `steps` steps, and has its last and its best weights: `train`
+    replaces those that are lost."""
     if not (run / "checkpoints" / BEST).is_file() or not is_over(run):
         return False
-    end = last_end(run)
-    return end["reason"] == "early stop" or (steps > 0 and end["step"] >= steps)
+    return 0 < steps <= last_end(run)["step"]
 
 
 def set_aside(checkpoint: Checkpoint) -> List[str]:

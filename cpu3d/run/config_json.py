@@ -24,7 +24,7 @@ NESTED = ("unet", "augment")  # the settings that hold settings
 OF_STORE = [field.name for field in dataclasses.fields(StoreFacts)]
 
 CHANGEABLE = (
-    "store", "epochs", "steps", "budget_minutes", "coarse_steps", "validations", "patience",
+    "store", "epochs", "steps", "budget_minutes", "coarse_steps", "validations",
     "save_minutes", "keep", "learning_rate", "engine", "device", "micro_batch", "unet.policy",
 )  # fmt: skip
 """Settings that may change when a run is continued: its length and what follows from it, its rate,

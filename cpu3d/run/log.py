@@ -31,8 +31,8 @@ from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 from memory_estimator.common.units import counted, format_bytes, format_seconds
 
-# The reasons in the last line of a run that is over; others were stopped.
-FINISHED = ("finished", "early stop")
+# The reason in the last line of a run that is over; others were stopped.
+FINISHED = "finished"
 
 # --- What events hold ---
 

@@ -61,7 +61,7 @@ class Attempt:
             say(f"run: continued after step {fit.step}")
         if fit.is_over:
             todo = f"{self._what_continues(fit)} continues"
-            say(f"nothing to do after step {fit.step}: {fit.reason}; {todo}")
+            say(f"nothing to do after step {fit.step}: finished; {todo}")
             fit.run(mlflow=mlflow)  # sends what is missing there
             return
         forecast = self.plan.forecast
@@ -94,8 +94,6 @@ class Attempt:
     def _what_continues(self, fit: Fit) -> str:
         """The option that makes a run which is over longer, and from where."""
         config = fit.config
-        if fit.reason == "early stop":
-            return f"--patience above {config.patience}"
         if config.budget_minutes and fit.step < config.epochs * fit.steps_per_epoch:
             return "a larger --budget-minutes"
         if "epochs" in self.settings or config.budget_minutes or not config.steps:

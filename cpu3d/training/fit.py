@@ -37,7 +37,7 @@ from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import set_aside, write_best, write_next, writing
 from cpu3d.run.config_json import half_rates
-from cpu3d.run.log import append_event, forget_after, last_event, shown
+from cpu3d.run.log import FINISHED, append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
 from cpu3d.training.budget import cut, steps_within
 from cpu3d.training.divergence import diverged_error, wrong_loss, wrong_weights
@@ -126,8 +126,8 @@ class Fit:
         return step_s
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
-        """Train to the last step, an early stop, or a stop that one of the workers asks for, and
-        save in each case. `observer` gets the time of full steps; `mlflow` is the URI where the
+        """Train to the last step, or a stop that one of the workers asks for, and save in both
+        cases. `observer` gets the time of full steps; `mlflow` is the URI where the
         chief tracks the run too. A run that is over logs its end, if a kill has lost that.
 
         Raises Interrupted after a signal and MemoryRunsOutError if the guard asks for a stop, each
@@ -158,7 +158,7 @@ class Fit:
         if self.workers > 1:
             self._wait_for_chief()
         if self.is_over:
-            self._guard.note_end(self.reason)
+            self._guard.note_end(FINISHED)
             return
         saved = f"saved after step {self.step}; the same command continues"
         if stop == Stop.MEMORY:
@@ -182,13 +182,8 @@ class Fit:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last epoch is done or patience has run out: nothing is left to do."""
-        return self.progress.is_over(self.config, self.steps)
-
-    @property
-    def reason(self) -> str:
-        """Why a run is over."""
-        return "finished" if self.step >= self.steps else "early stop"
+        """Whether the last step is done: nothing is left to do."""
+        return self.progress.is_over(self.steps)
 
     # --- The two grids ---
 
@@ -291,8 +286,6 @@ class Fit:
     def _train_step(self, micro_batches: MicroBatches, wish: Wish) -> Stop:
         """Take a step; returns as `_loop`."""
         config = self.config
-        if self.step == config.coarse_steps:  # coarse validations do not count for patience
-            self.progress.stale_validations = 0
         rate = config.rate_at(self.step, self.steps)
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
             outcome, step_s = self._compute(self.learner, micro_batches, rate, wish)
@@ -355,10 +348,6 @@ class Fit:
         is_coarse = self.learner.config.is_coarse
         is_first_in_full = progress.best_is_coarse and not is_coarse
         is_best = progress.best is None or is_first_in_full or mean_dice > progress.best
-        if not is_best:
-            progress.stale_validations += 1
-        elif progress.best is not None:  # weights that replace lost ones do not renew the patience
-            progress.stale_validations = 0
         progress.owes_validation = False
         if is_best:
             progress.best = mean_dice
@@ -439,7 +428,7 @@ class Fit:
     def _log_end(self, stop: Stop) -> None:
         reason = "interrupted"
         if self.is_over:
-            reason = self.reason
+            reason = FINISHED
         elif stop == Stop.MEMORY:
             reason = "memory"
         self.log(

@@ -2,7 +2,7 @@
 
     with Pulse(run, say=print) as pulse:
         pulse.phase("computing", step=12, steps=100)
-        pulse.note_end("early stop")  # unless an error leaves the block
+        pulse.note_end("finished")  # unless an error leaves the block
 
 How the block is left is how the process has ended."""
 

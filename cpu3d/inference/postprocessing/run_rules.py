@@ -228,7 +228,7 @@ def choose_rules_after_training(run: Path, store_folder: Path, pulse: Pulse) -> 
     pulse.phase(DECIDING)
     try:
         step = last_end(run).get("step", 0)
-        pulse.phase(DECIDING, step=step, steps=step)  # an early stop has taken fewer
+        pulse.phase(DECIDING, step=step, steps=step)
         line = _in_words(_choose_rules(run, store_folder))
     except Exception as error:  # also TensorFlow's own
         why = fault_of(error) if isinstance(error, OSError) else str(error)

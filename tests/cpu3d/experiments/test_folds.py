@@ -26,7 +26,7 @@ from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.status import run_status, set_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.log import append_event, last_end, read_events
+from cpu3d.run.log import append_event, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training.train import train
 from cpu3d.util.child import PROGRAM, ROOT
@@ -176,7 +176,6 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
     [
         ({"filters": 8}, r"fold 1/2: .* got --filters 8 for 4"),
         ({"fold": "1/2"}, "without --fold, got 1/2"),
-        ({"patience": 3}, "--patience must be 0"),
     ],
 )
 def test_other_settings_than_the_folds_were_begun_with_are_refused_by_name(
@@ -385,28 +384,6 @@ def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_sto
     with pytest.raises(Interrupted):
         train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
     assert commands.seen() == ["evaluate fold-1", "train fold-2"]
-
-
-def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
-    commands,
-    phantom_store,
-    tmp_path,
-):
-    folder = tmp_path / "folds"
-    run = folder / "fold-2"
-    store = phantom_store.folder
-    long = {**SETTINGS, "epochs": 4, "validations": 4}
-    train(store, run, settings={**long, "fold": "2/2", "patience": 1})
-    assert last_end(run)["reason"] == "early stop"
-    with pytest.raises(InputError, match=f"run {run} must be trained to its end, got an early"):
-        train_folds(store, folder, 2, settings={**long, "patience": 0})
-    with pytest.raises(InputError, match="--patience must be 0 with --folds, got 3"):
-        train_folds(store, tmp_path / "new", 2, settings={**long, "patience": 3})
-    train(store, run, settings={"patience": 0, "fold": "2/2"})
-    run_rules.choose_rules(run)
-    assert commands.seen() == []
-    train_folds(store, folder, 2, settings=long)
-    assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"PK")])

@@ -142,7 +142,6 @@ def test_a_run_is_not_scored_until_its_post_processing_is_decided(
         ({"reason": "finished", "step": 8}, 8, True),
         ({"reason": "finished", "step": 8}, 0, True),  # by time; its own are 8
         ({"reason": "finished", "step": 7}, 8, False),
-        ({"reason": "early stop", "step": 2}, 8, True),
         (None, 8, False),
     ],
 )

@@ -141,13 +141,6 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
 # --- Validations ---
 
 
-@pytest.fixture
-def without_gain(monkeypatch):
-    """Have all validations end alike."""
-    scores = SimpleNamespace(dice=np.ones(3), loss=1.0, cases=1)
-    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, Stop.NONE))
-
-
 def test_a_region_that_no_validation_case_has_is_not_in_the_mean_dice(
     phantom_store, tmp_path, monkeypatch
 ):
@@ -157,15 +150,6 @@ def test_a_region_that_no_validation_case_has_is_not_in_the_mean_dice(
     start(store, tmp_path, steps=3, validations=1).run()
     assert [event["mean_dice"] for event in validations_of(tmp_path)] == [0.5]
     assert newest(tmp_path).state["best"] == 0.5
-
-
-def test_early_stopping_ends_after_patience_validations_without_gain(
-    phantom_store, tmp_path, without_gain
-):
-    fit = start(phantom_store, tmp_path, epochs=20, patience=2)
-    fit.run()
-    assert read_events(tmp_path)[-1]["reason"] == "early stop"
-    assert fit.step == 3 * fit.steps_per_epoch
 
 
 def test_a_signal_breaks_off_a_validation_which_is_made_up_for(
@@ -408,17 +392,9 @@ def state_of(number, coarse_steps=0, **more):
         "step": number,
         "best": None,
         "best_is_coarse": False,
-        "stale_validations": 0,
         "trained_s": 1.0,
     }
     return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
-
-
-def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_path, without_gain):
-    fit = start(phantom_store, tmp_path, **{**HALF, "steps": 32, "validations": 32, "patience": 2})
-    fit.run()
-    assert read_events(tmp_path)[-1]["reason"] == "early stop"
-    assert fit.step == 26 + 1 + 2  # the first in full has no other to compete with
 
 
 # --- Going on ---
@@ -516,17 +492,6 @@ def test_lost_best_weights_are_replaced_by_those_of_the_last_checkpoint(
     assert once_more.warnings == []
     once_more.run()
     assert once_more.step == 12
-
-
-def test_an_early_stop_stays_one_when_best_weights_are_lost(phantom_store, tmp_path, without_gain):
-    options = {"epochs": 20, "patience": 2}
-    fit = start(phantom_store, tmp_path, **options)
-    fit.run()
-    weights_file(tmp_path, "best").unlink()
-    again = start(phantom_store, tmp_path, **options)
-    again.run()
-    assert (again.step, again.reason) == (fit.step, "early stop")
-    assert weights_file(tmp_path, "best").is_file()
 
 
 def test_without_validation_the_last_weights_are_the_best_again(phantom_store, tmp_path):

@@ -33,7 +33,7 @@ def test_how_a_process_ends_is_noted(tmp_path, error, exit_code, reason):
     with expected, Pulse(tmp_path, say=print) as heart:
         heart.phase("computing", step=3, steps=9)
         if error:
-            heart.note_end("early stop")  # the error counts
+            heart.note_end("finished")  # the error counts
             raise error
     beat = read_heartbeats(tmp_path)[0]
     assert (beat.phase, beat.step, beat.steps, beat.pid) == ("ended", 3, 9, os.getpid())
@@ -56,12 +56,12 @@ def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkey
         assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
         assert (beat.free_bytes, beat.own_bytes) == (30, 13)
         heart.now.stop = "memory runs low"
-        heart.note_end("early stop")
+        heart.note_end("finished")
         heart.phase("deciding")
         assert heart.now.exit_code is None, "it goes on"
         assert not heart.now.stop, "and does not stop before its end"
     last = read_heartbeats(tmp_path)[1]
-    assert (last.reason, last.exit_code) == ("early stop", 0)
+    assert (last.reason, last.exit_code) == ("finished", 0)
 
 
 def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path, monkeypatch):

@@ -308,7 +308,6 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
     ("command", "advice", "more"),
     [
         ({"steps": 2}, "--steps above 2", {"steps": 3}),
-        ({"steps": 8, "validations": 8, "patience": 1}, "--patience above 1", {"patience": 8}),
         (
             {"epochs": 2, "budget_minutes": 1e-6},
             "--budget-minutes 0 takes all",
@@ -321,8 +320,6 @@ def test_what_a_run_that_is_over_names_can_be_added_to_its_command_and_continues
     phantom_store, tmp_path, capsys, command, advice, more
 ):
     small = {name: value for name, value in SMALL.items() if name != "epochs"}
-    if "patience" in command:
-        small["learning_rate"] = 1e-12  # no validation is better than the first
     for _ in range(2):
         train(phantom_store.folder, tmp_path, settings={**small, **command})
     assert advice in capsys.readouterr().err
