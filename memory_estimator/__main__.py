@@ -10,9 +10,8 @@ allocated. Needs no TensorFlow.
 For another host, give its memory, its kind of CPU and its cores:
     ./run.sh estimate --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
-For several hosts that train together (predicted from one worker's step, its gradients and the
-network):
-    ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
+For several hosts that train together, a worker on each:
+    ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25 --cases 484
 
 Needs msgspec and rich, which prints its tables, and outside Linux psutil; --store also numpy,
 nibabel and psutil.
@@ -25,7 +24,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.common.schema import add_options, from_args, given_options, option
@@ -39,26 +38,24 @@ from memory_estimator.installed import as_typed
 from memory_estimator.job import (
     Job,
     JobOptions,
-    box_note,
     job_from,
     padding_note,
     policy_is_open,
     statistics_note,
-    why_depth,
     why_strides,
 )
 from memory_estimator.planned_host import PlannedHost
 from memory_estimator.scaling import (
-    ScalingOptions,
-    check_options,
-    several_hosts,
+    batch_of_all,
+    host_rows,
+    hosts_table,
     worker_price,
     worker_share,
 )
 from memory_estimator.sources import JobSource, source_job
 from memory_estimator.training import Forecast
 from models.config import POLICIES
-from models.strides import Shape3, strides_line
+from models.strides import strides_line
 
 FITS = 0
 FAILED = 1
@@ -79,16 +76,12 @@ CALIBRATION_HELP = (
 )
 
 
-class Answer(NamedTuple):
-    """What is printed."""
-
-    content: Dict[str, Any]  # of JSON
-    blocks: List[Union[str, Table]]  # the same for reading
+Block = Union[str, Table]  # what is printed for reading
 
 
 @dataclass(frozen=True)
 class Options(JobOptions):
-    """All options but `ScalingOptions`."""
+    """All options."""
 
     cases: int = option(0, "training cases of an epoch (default: unknown)", "N")
     from_store: bool = option(
@@ -101,6 +94,13 @@ class Options(JobOptions):
     )
     calibration: str = option("", CALIBRATION_HELP, "FILE")
     plan: bool = option(False, "print the largest jobs that fit that memory")
+    hosts: Tuple[int, ...] = option(
+        (),
+        "time on so many hosts, a worker on each; --batch is then of one worker",
+        "N",
+        at_least=1,
+    )
+    link: float = option(25.0, "rate of a host's network link, for --hosts", "GBIT/S", above=0)
     json: bool = option(False, "print one JSON object")
 
 
@@ -127,10 +127,6 @@ def _estimate(argv: Optional[List[str]]) -> int:
         return FITS if content["fits"] else DOES_NOT_FIT
     except (ValueError, OverflowError) as error:
         return _failed(str(error), BAD_INPUT)
-    except ModuleNotFoundError as error:
-        package = (error.name or "?").partition(".")[0]
-        todo = f"run `pip install {package}`"
-        return _failed(f"package {package} must be installed, got none; {todo}", FAILED)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -150,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser, Options, ScalingOptions)
+    add_options(parser, Options)
     return parser
 
 
@@ -159,125 +155,81 @@ def _failed(message: str, code: int) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What is asked for: a step, alone or of a training, on a host."""
-
-    host: PlannedHost
-    source: JobSource
-    whole: Job  # of all workers; its policy is for the time being if that is open
-    workers: int  # each of which computes an equal share of every batch
-    is_open: bool  # whether the policy is to be picked
-    why: str  # what the strides follow from
-
-    @property
-    def job(self) -> Job:
-        """That of one worker."""
-        return worker_share(self.whole, self.workers)
-
-    def forecast(self, memory_bytes: int) -> Forecast:
-        """What it costs, with the policy picked for a worker's memory if it is open."""
-        return self.source.course.forecast(
-            self.whole,
-            self.host.constants,
-            self.host.accuracy,
-            workers=self.workers,
-            budget_bytes=memory_bytes if self.is_open else None,
-        )
-
-    @functools.cached_property
-    def price(self) -> planner.Price:
-        """The price of jobs of one worker; its upper bound is that of the whole run."""
-        of_whole = self.source.course.price(self.host.constants, self.host.accuracy)
-        return functools.cache(worker_price(of_whole, self.workers))
-
-
-def _answer(args: argparse.Namespace) -> Answer:
+def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
+    """The answer as JSON content, and for reading."""
     options = from_args(Options, args)
-    scaling = from_args(ScalingOptions, args)
-    check_options(args)
     host = PlannedHost(calibration=options.calibration, memory=options.host_memory)
     source = _source(args, host)
-    whole, workers = _whole(args, source, host)
-    notes = [
-        why_depth(args, whole, source.job),
-        box_note(args),
-        padding_note(args, whole, source.job),
-    ]
-    if not any(hasattr(args, name) for name in ("dtype", "store", "run", "recipe")):
-        notes.append(_dtype_note(whole, host))
-    notes = [*source.notes, *filter(None, notes)]
-    source = dataclasses.replace(source, notes=notes)
-    asked = _Asked(
-        host=host,
-        source=source,
-        whole=whole,
-        workers=workers,
-        is_open=policy_is_open(args),
-        why=source.strides_why or why_strides(args, whole),
-    )
-    if scaling.hosts:
-        return _several_hosts(scaling, asked)
-    return _one_host(options, asked)
-
-
-def _one_host(options: Options, asked: _Asked) -> Answer:
-    """Memory and time on one host, whose memory is described, or else what is free here."""
-    host = asked.host
-    memory_bytes = host.memory_bytes
-    label = "given"
-    if not memory_bytes:
-        memory_bytes = host.here.free_bytes
-        label = "free on this host"
-    workers = asked.workers
-    if workers > 1:  # as `launch` has them on one host
+    workers = source.workers
+    if not hasattr(args, "threads"):
+        args.threads = max(1, host.here.usable_cores // workers)
+    if hasattr(args, "batch"):
+        workers = 1  # another batch is one worker's
+    whole = job_from(args, source.job)  # of all workers
+    host_bytes = host.memory_bytes or host.here.free_bytes
+    memory_bytes = host_bytes  # of a worker
+    label = "given" if host.memory_bytes else "free on this host"
+    if options.hosts:
+        workers = max(options.hosts)
+        whole = batch_of_all(whole, workers)
+    elif workers > 1:  # as `launch` has them on one host
         label = f"for each of {workers} workers on one host"
         memory_bytes //= workers
-    forecast = asked.forecast(memory_bytes)
-    predicted = forecast.full
-    job = asked.job.with_unet(policy=predicted.job.policy)
-    price = asked.price
+    forecast = source.course.forecast(
+        whole,
+        host.constants,
+        host.accuracy,
+        workers=workers,
+        budget_bytes=memory_bytes if policy_is_open(args) else None,
+    )
+    job = worker_share(whole, workers).with_unet(policy=forecast.full.job.policy)
+    price_alone = functools.cache(source.course.price(host.constants, host.accuracy))
+    price = functools.cache(worker_price(price_alone, workers))
+    content = forecast.full.to_json()
+    content["upper_bound_bytes"] = forecast.upper_bound_bytes
+    content["host_memory_bytes"] = host_bytes
+    content["workers"] = workers
+    content["fits"] = forecast.upper_bound_bytes <= memory_bytes
+    content["strides"] = {
+        "strides": job.unet.every_stride,
+        "reason": source.strides_why or why_strides(args, job),
+    }
     reason = "given"
     if forecast.choice:
         reason = forecast.choice.reason(f"{format_bytes(memory_bytes)} {label}")
-    content = predicted.to_json()
-    content["upper_bound_bytes"] = forecast.upper_bound_bytes
-    content["host_memory_bytes"] = memory_bytes * workers
-    if workers > 1:
-        content["workers"] = workers
-    content["fits"] = forecast.upper_bound_bytes <= memory_bytes
+    picked = forecast.choice is not None
+    content["policy"] = {"name": job.policy, "picked": picked, "reason": reason}
+    notes = [*source.notes, padding_note(args, job, source.job), *host.assumptions(forecast.full)]
+    content["notes"] = [note for note in notes if note]
+    here = None if options.calibration else host.here
+    content["constants"]["basis"] = host.constants.basis(job, here)
     content["advice"] = []
     if not content["fits"]:
-        content["advice"] = _advice(job, price, memory_bytes, asked.source.grids)
+        smaller = planner.nearest(job, price, memory_bytes, source.grids)
+        content["advice"] = [f"fits with {option}" for option in smaller]
+        if not smaller:
+            content["advice"] = ["no smaller setting fits; use another host"]
+    fits = verdict(forecast.upper_bound_bytes, memory_bytes, label)
+    blocks = [*_blocks(job, forecast, content), "\n  ".join((fits, *content["advice"]))]
     if forecast.course.steps:
         content["run"] = forecast.run_json()
-    content["strides"] = _strides(job, asked.why)
-    content["policy"] = {"name": job.policy, "picked": asked.is_open, "reason": reason}
-    content["notes"] = [*asked.source.notes, *host.assumptions(predicted)]
-    measured_here = None if options.calibration else host.here
-    content["constants"]["basis"] = predicted.constants.basis(job, measured_here)
-    blocks = _blocks(job, forecast, content)
-    fits = verdict(forecast.upper_bound_bytes, memory_bytes, label)
-    blocks.append("\n  ".join((fits, *content["advice"])))
     if options.plan:
         content["plan"], table = _plan(job, price, memory_bytes)
         blocks.append(table)
-    return Answer(content, blocks)
-
-
-def _dtype_note(job: Job, host: PlannedHost) -> str:
-    """A sentence if `train` would take another dtype on the host than a job of no chosen one."""
-    if job.unet.dtype == host.best_dtype:
-        return ""
-    other = f"`train` takes {host.best_dtype} on this host by itself"
-    return (
-        f"no dtype was given, so {job.unet.dtype} is estimated; {other}: --dtype {host.best_dtype}"
-    )
+    if options.hosts:
+        content["hosts"] = host_rows(job, price_alone(job).step_s, options.hosts, options.link)
+        blocks.append(hosts_table(content["hosts"]))
+    return content, blocks
 
 
 def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:
     """The source of the job. Raises ValueError as those that read it, and for what a store has
     itself."""
+    if hasattr(args, "hosts") and (hasattr(args, "store") or hasattr(args, "run")):
+        todo = "give its --shape instead"
+        raise ValueError(f"--hosts must come without --store and --run, got both; {todo}")
+    if hasattr(args, "store") or not (hasattr(args, "run") or hasattr(args, "recipe")):
+        args.dtype = getattr(args, "dtype", host.best_dtype)  # as `train` takes it
     if not hasattr(args, "store"):
         return source_job(args)
     for name in OF_STORE:
@@ -286,7 +238,6 @@ def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:
             if name == "spacing":
                 todo += "; `prepare --spacing` makes stores of another"
             raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
-    args.dtype = getattr(args, "dtype", host.best_dtype)
     chosen = given_options(JobOptions, args)
     folder = chosen.pop("store")
     chosen.pop("threads", None)
@@ -296,47 +247,20 @@ def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:
     return source_of_store(folder, host.here, chosen)
 
 
-def _whole(args: argparse.Namespace, source: JobSource, host: PlannedHost) -> Tuple[Job, int]:
-    """The job of all workers, and their number: each computes an equal share of each batch."""
-    if not hasattr(args, "threads"):
-        workers_here = source.workers
-        if hasattr(args, "hosts"):
-            workers_here = getattr(args, "workers_per_host", 1)
-        args.threads = max(1, host.here.usable_cores // workers_here)
-    workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
-    return job_from(args, source.job), workers
-
-
-def _strides(job: Job, why: str) -> Dict[str, Any]:
-    """The strides of a job as JSON content, and what they follow from."""
-    return {"strides": job.unet.every_stride, "reason": why}
-
-
-def _advice(
-    job: Job,
-    price: planner.Price,
-    memory_bytes: int,
-    grids: Optional[Sequence[Tuple[str, Shape3]]],
-) -> List[str]:
-    """Changes that make a job fit which does not."""
-    options = planner.nearest(job, price, memory_bytes, grids)
-    if not options:
-        return ["no smaller setting fits; use another host"]
-    return [f"fits with {option}" for option in options]
-
-
-def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Union[str, Table]]:
+def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Block]:
     """The content for reading."""
-    blocks: List[Union[str, Table]] = _described(job, content["strides"]["reason"])
+    blocks: List[Block] = [job.describe()]
+    if content["strides"]["reason"]:
+        blocks.append(strides_line(job.unet.every_stride, content["strides"]["reason"]))
     policy = content["policy"]
     if policy["picked"]:
         blocks.append(f"policy {policy['name']}: {policy['reason']}")
-    if "workers" in content:
+    if content["workers"] > 1:
         share = "memory and time of its share of each batch"
         blocks.append(f"of one of {content['workers']} workers, {share}")
     blocks += _tables(forecast.full, content["constants"]["basis"])
-    if "run" in content:
-        steps = steps_table(forecast, errors=False)
+    if forecast.course.steps:
+        steps = steps_table(forecast)
         blocks.append(dataclasses.replace(steps, title="The run that `train` plans"))
         blocks.append(f"time: {time_line(forecast)}")
     notes = [*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro)]
@@ -346,42 +270,7 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Un
     return blocks
 
 
-def _described(job: Job, why: str) -> List[Union[str, Table]]:
-    """A job for reading, and its strides if they follow from something."""
-    lines: List[Union[str, Table]] = [job.describe()]
-    if why:
-        lines.append(strides_line(job.unet.every_stride, why))
-    return lines
-
-
-def _several_hosts(options: ScalingOptions, asked: _Asked) -> Answer:
-    """Time on several hosts. Whether it fits is answered if their memory is described: this host's
-    is another."""
-    job = asked.job
-    price = asked.price
-    if options.global_batch:  # the fewest workers have the largest share of it
-        fewest = min(options.hosts) * options.workers_per_host
-        job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
-    memory_bytes = asked.host.memory_bytes // options.workers_per_host
-    price_of_worker = worker_price(price, max(options.hosts) * options.workers_per_host)
-    if memory_bytes and asked.is_open:
-        choice = planner.fastest_that_fits(job, price_of_worker, memory_bytes)
-        job = job.with_unet(policy=choice.policy)
-    content, table = several_hosts(options, price(job))
-    worker = price_of_worker(job)
-    notes = asked.source.notes
-    content["strides"] = _strides(job, asked.why)
-    content["notes"] = list(notes)
-    blocks = [*_described(job, asked.why), table, *(f"note: {note}" for note in notes)]
-    if memory_bytes:
-        fits = verdict(worker.upper_bound_bytes, memory_bytes, "its share of a host")
-        blocks.append(f"a worker {fits}")
-    content["upper_bound_bytes"] = worker.upper_bound_bytes
-    content["fits"] = not memory_bytes or worker.upper_bound_bytes <= memory_bytes
-    return Answer(content, blocks)
-
-
-def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
+def _tables(predicted: Estimate, basis: str) -> List[Block]:
     """The bill, the predictions with their errors, and the source of the seconds."""
     time_error = predicted.error("step_s")
     of_epoch = "add --cases N"
@@ -428,24 +317,19 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
             found[name] = value.to_json() if value else None
             cells = ("none", "", "")
             if value:
+                sizes = {
+                    "batch": str(value.job.batch),
+                    "filters": str(value.job.unet.filters),
+                    "extent": by(value.job.shape, " x "),
+                }
                 bound = format_bytes(value.upper_bound_bytes)
-                cells = (_size_of(name, value.job), bound, format_seconds(value.volume_s))
-            rows.append((policy, "batch at once" if name == "batch" else name, *cells))
+                cells = (sizes[name], bound, format_seconds(value.volume_s))
+            rows.append((policy, name, *cells))
         content.append(found)
     title = f"The largest that fits {format_bytes(memory_bytes)}, with all other options as given"
-    note = (
-        "batch at once: in micro-batches (--micro-batch), a larger batch takes the memory of one "
-        "and a set of gradients"
-    )
+    note = "batch: computed at once; a larger one fits in micro-batches (--micro-batch)"
     columns = ("policy", "", "largest", "upper bound", "a volume")
     return content, Table(columns, rows, title, note, names=2)
-
-
-def _size_of(name: str, job: Job) -> str:
-    """A job's "batch", "filters" or "extent"."""
-    if name == "batch":
-        return str(job.batch)
-    return str(job.unet.filters) if name == "filters" else by(job.shape, " x ")
 
 
 if __name__ == "__main__":

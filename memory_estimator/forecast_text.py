@@ -5,13 +5,12 @@ its memory and its time each in a line.
     time_line(forecast)          # "about 3.4 h in all: 3.1 h of steps, 12 min of validation"
 """
 
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Sequence
 
-from memory_estimator.accuracy import Bound
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
-from memory_estimator.training import Forecast, Times
+from memory_estimator.training import Forecast
 
 
 def basis_of(forecast: Forecast) -> str:
@@ -22,10 +21,9 @@ def basis_of(forecast: Forecast) -> str:
     return "calibrated" if forecast.full.constants.scales else "uncalibrated"
 
 
-def steps_table(forecast: Forecast, *, errors: bool = True) -> Table:
+def steps_table(forecast: Forecast) -> Table:
     """The steps of a training by their grid, with their seconds, and what these are, and memory;
-    the memory of the whole run, with its validations; and how far such predictions have been off,
-    unless `errors` stand elsewhere."""
+    and the memory of the whole run, with its validations."""
     columns = (
         "",
         "steps",
@@ -43,10 +41,6 @@ def steps_table(forecast: Forecast, *, errors: bool = True) -> Table:
     rows.append(_row(name, course.steps - coarse_steps, forecast.full))
     peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
     rows.append(("the whole run", str(course.steps), "", "", *map(_peak, peaks)))
-    if errors:
-        full = forecast.full
-        bounds = [full.bound("step_s"), full.bound("allocator_peak"), full.bound("process_peak")]
-        rows += _error_rows(bounds)
     return Table(columns, rows)
 
 
@@ -67,16 +61,20 @@ def time_line(forecast: Forecast) -> str:
     min of post-processing"; if the error of its steps is known within which hours, as "5.2 h in all
     (4.9 to 5.5 h): ..."."""
     times = forecast.times
+    named = zip(("steps", "validation", "post-processing"), times)
+    parts = [f"{format_seconds(seconds)} of {name}" for name, seconds in named if seconds]
     whole = f"{format_seconds(times.all_s)} in all"
     bound = forecast.full.bound("step_s")
+    low_s = high_s = times.steps_s
     if bound:
-        beside_s = times.all_s - times.steps_s
-        low_s = beside_s + forecast.within_budget_s(forecast.training_s * (1 - bound.worst))
-        high_s = beside_s + forecast.within_budget_s(forecast.training_s * (1 + bound.worst))
-        if low_s < high_s:
-            whole += f" ({format_seconds(low_s)} to {format_seconds(high_s)})"
-            return f"{whole}{_parts(times)}"
-    return f"about {whole}{_parts(times)}"
+        low_s = forecast.within_budget_s(forecast.training_s * (1 - bound.worst))
+        high_s = forecast.within_budget_s(forecast.training_s * (1 + bound.worst))
+    if low_s < high_s:
+        other_s = times.all_s - times.steps_s
+        whole += f" ({format_seconds(other_s + low_s)} to {format_seconds(other_s + high_s)})"
+    else:
+        whole = f"about {whole}"
+    return f"{whole}: {', '.join(parts)}" if parts else whole
 
 
 # --- Private helpers ---
@@ -91,23 +89,3 @@ def _row(name: str, count: int, step: Estimate) -> Sequence[str]:
 def _peak(size_bytes: int) -> str:
     """Bytes for a cell; "-" for none: TensorFlow counts no tensors below 256 KiB."""
     return format_bytes(size_bytes or None)
-
-
-def _error_rows(bounds: Sequence[Optional[Bound]]) -> List[Sequence[str]]:
-    """Rows of how far figures have been off; none if that is not known of any of them."""
-    if not any(bounds):
-        return []
-    usual = [f"± {bound.median:.1%}" if bound else "" for bound in bounds]
-    worst = [f"{bound.worst:.1%}" if bound else "" for bound in bounds]
-    return [("usually off by", "", "", *usual), ("at worst by", "", "", *worst)]
-
-
-def _parts(times: Times) -> str:
-    """Seconds by what takes them, after a colon; "" if nothing is left."""
-    named: Tuple[Tuple[str, float], ...] = (
-        ("steps", times.steps_s),
-        ("validation", times.validation_s),
-        ("post-processing", times.postprocessing_s),
-    )
-    parts = [f"{format_seconds(seconds)} of {name}" for name, seconds in named if seconds]
-    return f": {', '.join(parts)}" if parts else ""

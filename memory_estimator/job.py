@@ -26,8 +26,6 @@ from models.strides import (
     MOST_MM,
     Strides,
     depth_for,
-    depth_line,
-    depth_reason,
     divisors_text,
     shape3,
     strides_for,
@@ -330,7 +328,7 @@ class JobOptions(Architecture):
     )
     dtype: str = option(
         "bfloat16",
-        "compute dtype (default: bfloat16; with --store the one that `train` takes on the host)",
+        "compute dtype (default: a recipe's or run's, else the one that `train` takes on the host)",
         choices=DTYPES,
     )
     optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
@@ -389,15 +387,6 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     return job
 
 
-def box_note(args: argparse.Namespace) -> str:
-    """A sentence on what --shape means, which is less than a file's voxels; "" if it is not given,
-    or given instead of the grid of a run or a recipe, which may be on patches."""
-    if not hasattr(args, "shape") or any(hasattr(args, name) for name in ("run", "recipe")):
-        return ""
-    shape = by(args.shape, " ")
-    return f"--shape {shape} is the content box, {CONTENT_BOX}; --store takes it from your data"
-
-
 def padding_note(args: argparse.Namespace, job: Job, base: Optional[Job]) -> str:
     """A sentence on the grid of a job that its shape was padded to; "" if it was not."""
     shape = tuple(getattr(args, "shape", base.shape if base else job.shape))
@@ -415,18 +404,6 @@ def why_strides(args: argparse.Namespace, job: Job) -> str:
         return ""
     shape = getattr(args, "shape", job.shape)
     return strides_reason(spacing_mm, shape, job.unet.depth)
-
-
-def why_depth(args: argparse.Namespace, job: Job, base: Optional[Job]) -> str:
-    """What the levels of a job follow from; "" if they were given, or are as many as in `base`, or
-    no spacing is known."""
-    is_given = any(getattr(args, name, AUTO) != AUTO for name in ("depth", "strides"))
-    most = UNetConfig.depth if base is None else base.unet.depth
-    depth = job.unet.depth
-    if is_given or depth == most or not hasattr(args, "spacing"):
-        return ""
-    shape = getattr(args, "shape", job.shape)
-    return depth_line(depth, depth_reason("the shape", shape, depth, most))
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:

@@ -11,7 +11,6 @@ from memory_estimator.common.units import parse_bytes
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host, read_host
 from memory_estimator.installed import as_typed, has_tensorflow, installed_versions
-from models.native.build import check_platform, find_compiler
 from models.native.instruction_sets import BFLOAT16_PRODUCTS
 
 
@@ -66,7 +65,7 @@ class PlannedHost:
         notes = []
         constants = predicted.constants
         if not constants.instructions:
-            why = self.here.native.why or _no_compiler()
+            why = self.here.native.why
             rough = "TensorFlow's layers compute here, so memory and time are rough"
             notes.append(f"{rough}; no native operations: {why}")
         elif not self.calibration and self._assumes_native_operations:
@@ -88,16 +87,4 @@ class PlannedHost:
     def _assumes_native_operations(self) -> bool:
         """Whether native operations are assumed, and not asked for: on a host that is described,
         and here before TensorFlow is installed, as the set-up builds both."""
-        if self.memory:
-            return True
-        return not (has_tensorflow() or self.here.instructions or _no_compiler())
-
-
-def _no_compiler() -> str:
-    """Why a set-up here could not build native operations; "" if it could."""
-    try:
-        check_platform()
-        find_compiler()
-    except OSError as error:
-        return str(error)
-    return ""
+        return bool(self.memory) or not (has_tensorflow() or self.here.instructions)

@@ -35,6 +35,7 @@ class Option:
     """A job changed, and its estimate then."""
 
     change: str  # as options of the command line, such as "--batch 2"
+    job: Job
     estimate: Estimate
 
     def __str__(self) -> str:
@@ -88,28 +89,23 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
     micro-batches a larger batch takes no more than one of them and a set of gradients. No batch is
     larger than the training cases, if their number is known."""
 
-    def largest(chain: Callable[[int], Job], last: int = LARGEST) -> Optional[Estimate]:
-        def cost(number: int) -> int:
-            return price(chain(number)).upper_bound_bytes
+    def largest(job_of: Callable[[int], Job], last: int) -> Optional[Estimate]:
+        def bound(number: int) -> int:
+            return price(job_of(number)).upper_bound_bytes
 
-        number = last
-        if cost(last) > budget_bytes:
-            number = largest_number(cost, budget_bytes, last)
-        return price(chain(number)) if number else None
+        number = largest_number(bound, budget_bytes, last)
+        return price(job_of(number)) if number else None
 
     def of_batch(number: int) -> Job:
         return dataclasses.replace(job, batch=number, micro_batch=number)
 
-    def of_filters(number: int) -> Job:
-        return job.with_unet(filters=STEP_OF_FILTERS * number)
-
-    def of_extent(number: int) -> Job:
-        return extent(job, number)
-
     return {
         "batch": largest(of_batch, job.cases or LARGEST),
-        "filters": largest(of_filters, job.unet.most_filters // STEP_OF_FILTERS),
-        "extent": largest(of_extent),
+        "filters": largest(
+            lambda number: _with_filters(job, number)[1],
+            job.unet.most_filters // STEP_OF_FILTERS,
+        ),
+        "extent": largest(lambda number: extent(job, number), LARGEST),
     }
 
 
@@ -158,47 +154,79 @@ def nearest(
     *,
     same_training: bool = False,
 ) -> List[Option]:
-    """The mildest changes after which the job fits, each alone sufficient; if none is, one that
-    takes them together. `grids` are the only grids that may be chosen, each with its option, the
-    smallest first; None is any of the job's proportions. `same_training` leaves the changes that
-    cost a run which has begun nothing but time: of the policy, and of the micro-batch but for batch
-    norm, whose statistics follow it."""
+    """The mildest change of each kind after which the job fits; if none is enough alone, one that
+    takes them together. `grids` are the only grids that may
+    be chosen, each with its option, the smallest first; None is any of the job's proportions.
+    `same_training` leaves the changes that cost a run which has begun nothing but time: of the
+    policy, and of the micro-batch but for batch norm, whose statistics follow it."""
     kinds = ["policy", "micro-batch", "dtype", "shape", "filters"]
     if same_training:
         kinds = ["policy"] if job.unet.norm == "batch" else ["policy", "micro-batch"]
 
     def mildest(job: Job, kind: str) -> Optional[Option]:
         """The mildest change that fits; if none does, the strongest; None without any."""
-        changes = _smaller(job, kind, grids)
-        if not changes.count:
+        count, change = _smaller(job, kind, grids)
+        if not count:
             return None
 
-        def cost(number: int) -> int:
-            return price(changes.number(number)[1]).upper_bound_bytes
+        def bound(number: int) -> int:
+            return price(change(number)[1]).upper_bound_bytes
 
-        if kind == "policy":
-            if min(map(cost, range(1, changes.count + 1))) >= price(job).upper_bound_bytes:
-                return None
-            choice = fastest_that_fits(job, price, budget_bytes)
-            return Option(f"--policy {choice.policy}", choice.estimate)
-        most = largest_number(cost, budget_bytes, changes.count)
-        change, changed = changes.number(max(1, most))
-        return Option(change, price(changed))
+        words, smaller = change(max(1, largest_number(bound, budget_bytes, count)))
+        return Option(words, smaller, price(smaller))
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
         return alone
-    reached = price(job)
-    together: List[str] = []
+    words = []
+    smaller = job
     for kind in kinds:
-        option = mildest(reached.job, kind)
+        option = mildest(smaller, kind)
         if option:
-            reached = option.estimate
-            together.append(option.change)
-        if reached.upper_bound_bytes <= budget_bytes:
-            return [Option(" ".join(together), reached)]
+            smaller = option.job
+            words.append(option.change)
+            if option.estimate.upper_bound_bytes <= budget_bytes:
+                return [Option(" ".join(words), smaller, option.estimate)]
     return []
+
+
+Change = Callable[[int], Tuple[str, Job]]
+"""Makes a numbered change: its option, and the job with it, which grows with the number."""
+
+
+def _smaller(
+    job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]
+) -> Tuple[int, Change]:
+    """How many changes of a kind make a job smaller, numbered from 1, and what makes them: a shape
+    may have a thousand million."""
+    unet = job.unet
+    changes: List[Tuple[str, Job]] = []
+    if kind == "filters":
+        return (unet.filters - 1) // STEP_OF_FILTERS, lambda number: _with_filters(job, number)
+    if kind == "shape" and grids is None:
+        return max(job.shape) // _step_of(job) - 1, lambda number: _with_extent(job, number)
+    if kind == "policy" and job.policy != POLICIES[-1]:
+        changes = [(f"--policy {POLICIES[-1]}", job.with_unet(policy=POLICIES[-1]))]
+    elif kind == "micro-batch":
+        numbers = [n for n in divisors(job.batch) if n < job.micro]
+        changes = [(f"--micro-batch {n}", dataclasses.replace(job, micro_batch=n)) for n in numbers]
+    elif kind == "dtype" and unet.dtype != "bfloat16":
+        changes = [("--dtype bfloat16", job.with_unet(dtype="bfloat16"))]
+    elif kind == "shape" and grids:
+        others = [(name, shape) for name, shape in grids if shape != job.shape]
+        changes = [(name, dataclasses.replace(job, shape=shape)) for name, shape in others]
+    return len(changes), lambda number: changes[number - 1]
+
+
+def _with_filters(job: Job, number: int) -> Tuple[str, Job]:
+    filters = STEP_OF_FILTERS * number
+    return f"--filters {filters}", job.with_unet(filters=filters)
+
+
+def _with_extent(job: Job, number: int) -> Tuple[str, Job]:
+    smaller = extent(job, number)
+    return f"--shape {by(smaller.shape, ' ')}", smaller
 
 
 def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
@@ -291,53 +319,3 @@ def gpu_forecast(job: Job) -> Dict[str, Any]:
     card_bytes = gpu_bytes(job)
     sizes = {"allocator_peak_bytes": card_bytes - CONTEXT_BYTES, "card_bytes": card_bytes}
     return {**sizes, "constants": "rough: from two steps on an NVIDIA H200"}
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """Changes of one kind, numbered from 1: each leaves a job at least as large as the one before.
-    They are made when they are asked for, as a shape may have a thousand million of them."""
-
-    count: int
-    number: Callable[[int], Tuple[str, Job]]  # the change as options, and the job with it
-
-
-def _smaller(job: Job, kind: str, grids: Optional[Sequence[Tuple[str, Shape3]]]) -> _Changes:
-    """The changes of one kind that make a job smaller."""
-    unet = job.unet
-    if kind == "policy":
-        changes = [(f"--policy {policy}", job.with_unet(policy=policy)) for policy in POLICIES]
-    elif kind == "micro-batch":
-        numbers = [n for n in divisors(job.batch) if n < job.micro]
-        changes = [(f"--micro-batch {n}", dataclasses.replace(job, micro_batch=n)) for n in numbers]
-    elif kind == "dtype":
-        changes = []
-        if unet.dtype != "bfloat16":
-            changes = [("--dtype bfloat16", job.with_unet(dtype="bfloat16"))]
-    elif kind == "filters":
-        return _fewer_filters(job)
-    elif grids is None:
-        return _smaller_shapes(job)
-    else:
-        others = [(name, shape) for name, shape in grids if shape != job.shape]
-        changes = [(name, dataclasses.replace(job, shape=shape)) for name, shape in others]
-    return _Changes(len(changes), lambda number: changes[number - 1])
-
-
-def _fewer_filters(job: Job) -> _Changes:
-    numbers = (1, 2, 4, *range(STEP_OF_FILTERS, job.unet.filters, STEP_OF_FILTERS))
-    fewer = [n for n in numbers if n < job.unet.filters]
-
-    def change(number: int) -> Tuple[str, Job]:
-        filters = fewer[number - 1]
-        return f"--filters {filters}", job.with_unet(filters=filters)
-
-    return _Changes(len(fewer), change)
-
-
-def _smaller_shapes(job: Job) -> _Changes:
-    def change(number: int) -> Tuple[str, Job]:
-        smaller = extent(job, number)
-        return f"--shape {by(smaller.shape, ' ')}", smaller
-
-    return _Changes(max(job.shape) // _step_of(job) - 1, change)

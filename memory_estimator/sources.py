@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict, Union
 
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.installed import installed_engine
@@ -19,15 +19,8 @@ from memory_estimator.training import RunCourse
 from models.strides import Shape3
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
-OF_GRID = ("shape", "depth", "strides")  # options with which the run's smaller grids are others
-OTHERS = {
-    "shape": "another grid than that of the run",
-    "depth": "another network, whose coarse grid is not known",
-    "strides": "another network, whose coarse grid is not known",
-    "batch": "another number of steps",
-    "cases": "another number of steps",
-}
-"""Options beside a run with which its steps are others than its plan has, and why."""
+OTHERS = ("shape", "depth", "strides", "batch", "cases")
+"""Options beside a run with which its steps are others than its plan has."""
 
 
 @dataclass(frozen=True)
@@ -57,33 +50,24 @@ def source_job(args: argparse.Namespace) -> JobSource:
         rule = "--spacing must come without --run, which has the strides"
         raise ValueError(f"{rule}, got both; leave one of them out")
     source = read_run(args.run)
-    if any(hasattr(args, name) for name in OF_GRID):
-        source = dataclasses.replace(source, grids=None)
     given = [name for name in OTHERS if hasattr(args, name)]
-    if given and source.course != RunCourse():
-        why = f"as --{given[0]} gives {OTHERS[given[0]]}"
-        notes = [*source.notes, f"a step alone is estimated, {why}"]
-        return dataclasses.replace(source, course=RunCourse(), notes=notes)
-    return source
-
-
-class _Config(TypedDict):
-    """The setting of a run that an estimate says something of."""
-
-    device: str
+    if not given:
+        return source
+    note = f"a step alone is estimated, as --{given[0]} gives the run other steps"
+    return dataclasses.replace(source, course=RunCourse(), grids=None, notes=[*source.notes, note])
 
 
 class _SavedPlan(TypedDict):
     """The fields of plan.json that the estimator reads."""
 
     workers: int
-    config: _Config
+    config: Dict[str, Any]
     job: Job
     course: RunCourse
     smaller_grids: Optional[List[Tuple[str, Shape3]]]
 
 
-def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
+def _source_of_plan(content: Mapping[str, Any]) -> JobSource:
     """Check the plan of a run, whose job has all of its fields: defaults are not those of the
     run."""
     fields: Any = content.get("job")
@@ -92,9 +76,15 @@ def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
     unet = {"strides": (), **fields.get("unet", {})}  # left out if all axes are halved
     if set(fields) != set(vars(job)) or set(unet) != set(vars(job.unet)):
         raise ValueError("a job without all of its fields")
-    if plan["workers"] < 1 or job.batch % plan["workers"]:
-        raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
-    return plan
+    workers = plan["workers"]
+    if workers < 1 or job.batch % workers:
+        raise ValueError(f"{workers} workers for batches of {job.batch}")
+    notes = []
+    device = plan["config"]["device"]
+    if device != "cpu":
+        on_card = "`train` shows what its steps take on the card"
+        notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
+    return JobSource(job, notes, workers, plan["course"], grids=plan["smaller_grids"])
 
 
 def read_run(folder: Union[str, Path]) -> JobSource:
@@ -103,22 +93,7 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     path = Path(folder) / "plan.json"
     todo = "continue the run with its store, which writes it again"
     try:
-        plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
+        return read_record(path, PLAN_SCHEMA, _source_of_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
-        if not (path.parent / "config.json").is_file():
-            todo = "name a folder that `train` has written"
-        if (path.parent / "fold-1" / "plan.json").is_file():
-            todo = f"name one of its folds, such as {path.parent / 'fold-1'}"
+        todo = "name a folder that `train` has written, or one of its folds"
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
-    notes: List[str] = []
-    device = plan["config"]["device"]
-    if device != "cpu":
-        on_card = "`train` shows what its steps take on the card"
-        notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
-    return JobSource(
-        job=plan["job"],
-        notes=notes,
-        workers=plan["workers"],
-        course=plan["course"],
-        grids=plan["smaller_grids"],
-    )

@@ -28,7 +28,6 @@ from memory_estimator.common.schema import (
 )
 from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
-from memory_estimator.scaling import parse_rate
 
 
 def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
@@ -301,22 +300,8 @@ def test_seconds_are_written_in_the_unit_that_reads_best():
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"),
-    [("25Gbit/s", 25e9 / 8), ("1.5 Mbit/s", 187500.0), ("2GB/s", 2e9), ("1MiB/s", 2**20)],
-)
-def test_a_rate_is_read_in_bits_or_bytes(text, rate):
-    assert parse_rate(text) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(
     "text", ["GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB"]
 )
 def test_what_is_no_number_of_bytes_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=f"memory must be.*, got .*{text[:9]}"):
         parse_bytes(text)
-
-
-@pytest.mark.parametrize("text", ["25Gb/s", "25", "0Gbit/s", "-1GB/s", "9" * 400 + "GB/s"])
-def test_what_is_no_rate_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match=f"rate must be a positive.*, got .*{text[:9]}"):
-        parse_rate(text)

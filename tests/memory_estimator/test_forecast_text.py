@@ -42,21 +42,6 @@ def test_a_table_has_steps_grids_seconds_and_peaks(forecast):
         assert cell in cells
 
 
-def test_what_predictions_have_been_off_by_is_in_the_table():
-    course = RunCourse(steps=4)
-    known = course.forecast(MEASURED, load_constants("avx512_bf16"), load_accuracy(versions=None))
-    bound = known.full.bound("step_s")
-    assert f"± {bound.median:.1%}" in words(steps_table(known))
-    assert f"{bound.worst:.1%}" in words(steps_table(known))
-
-
-def test_a_peak_that_the_allocator_does_not_count_is_not_printed(forecast):
-    tiny = Job(UNetConfig(filters=2, depth=2), (8, 8, 8), threads=2)
-    alone = RunCourse(steps=4).forecast(tiny, load_constants("avx2"), load_accuracy())
-    assert alone.full.allocator_peak_bytes == 0
-    assert "0 KiB" not in words(steps_table(alone))
-
-
 @pytest.mark.parametrize(
     ("scales", "name", "time"),
     [
