@@ -42,11 +42,11 @@ class UNet3D(tf.keras.Model):
 
     def call(self, inputs: Any, training: Optional[bool] = None, mask: Any = None) -> Any:
         """The logits as Keras asks for them: by native operations if they run, else layer by layer.
-        A SavedModel and a step that XLA compiles have the layers, as neither can hold own
+        A SavedModel and a step that XLA compiles have the layers, as neither can hold native
         operations.
 
-        A tape has gradients of the weights and of the image. In training they are computed by own
-        operations, else by TensorFlow's, which takes longer but can be differentiated again.
+        A tape has gradients of the weights and of the image in training alone, by native
+        operations.
         """
         if self.jit_compile or in_save_context() or not operations.in_use():
             return super().call(inputs, training, mask)

@@ -16,6 +16,7 @@ import pytest
 from cpu3d.host.apply import apply
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.host import read_host
+from models.native import build
 
 os.environ.setdefault(
     "CUDA_VISIBLE_DEVICES", "-1"
@@ -62,6 +63,13 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("steady")
 
 
+def pytest_sessionstart(session):
+    """Native operations are those of these sources, where there is a compiler."""
+    computes = "PYTEST_XDIST_WORKER" not in os.environ and not session.config.option.collectonly
+    if computes and build.existing() is None:
+        build.main()
+
+
 def pytest_collection_modifyitems(items):
     """The estimator's modules come last: most of them take a second or two, so that workers, which
     take a module at a time, end together."""
@@ -87,6 +95,15 @@ def _empty_data_home(monkeypatch):
     """No test reads what the runs of another one have shown of the host. Who writes there makes
     the folder."""
     monkeypatch.setenv("XDG_DATA_HOME", os.path.join(DATA_HOME, str(next(NUMBERS))))
+
+
+@pytest.fixture(scope="session")
+def needs_native():
+    """The test is skipped where native operations do not compute."""
+    from models.native import operations
+
+    if not operations.available():
+        pytest.skip("needs native operations: run python -m models.native.build")
 
 
 @pytest.fixture(scope="session")

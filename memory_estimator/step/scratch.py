@@ -132,8 +132,9 @@ def scratch_of(
 @functools.cache
 def _library() -> Optional[ctypes.CDLL]:
     """A library that loads here, whatever this CPU computes with."""
-    for pair in build.existing():
-        with contextlib.suppress(OSError):
+    pair = build.existing()
+    with contextlib.suppress(OSError):
+        if pair:
             return calls.load(pair.kernels)
     return None
 

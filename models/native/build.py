@@ -1,12 +1,11 @@
 """Build native operations with the host's C compiler, in seconds: `python -m models.native.build`.
 
 CC names the compiler, with its options if need be: `CC="gcc-13 -m64"`; CFLAGS is not read.
-Libraries are in `built/` beside the sources, in pairs: "kernels" for ctypes and "tf_ops" for
-TensorFlow, such as kernels-SOURCES.PLATFORM.INSTRUCTION+SETS.so. Hosts that share a checkout may
-each have a pair of their own there.
+Libraries are in `built/` beside the sources, in a pair: "kernels" for ctypes and "tf_ops" for
+TensorFlow, such as kernels-SOURCES.INSTRUCTION+SETS.so. They need this host's C library or a newer
+one: hosts that share a checkout build them on the oldest.
 """
 
-import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -42,36 +41,23 @@ class Libraries(NamedTuple):
 
     kernels: Path  # the functions of native.h alone, for ctypes
     tf_ops: Path  # the operations, for `tf.load_op_library`
-    platform: str  # that it was built on
     instruction_sets: Tuple[str, ...]  # that its compiler knew
 
 
-def existing(folder: Optional[Path] = None) -> List[Libraries]:
-    """The pairs that are built from these sources, those of this platform and with most instruction
-    sets first."""
-    pairs = []
+def existing(folder: Optional[Path] = None) -> Optional[Libraries]:
+    """The pair in a folder, by default BUILT, that is built from these sources; None without."""
     for kernels in (folder or BUILT).glob(f"kernels-{_digest()}.*.so"):
-        about = kernels.stem.split(".", 1)[1]
-        built_on, _, sets = about.rpartition(".")
         tf_ops = kernels.with_name(kernels.name.replace("kernels", "tf_ops", 1))
-        pairs.append(Libraries(kernels, tf_ops, built_on, tuple(sets.split("+"))))
-
-    def order(pair: Libraries) -> Tuple[bool, int, Path]:
-        return pair.platform != platform_name(), -len(pair.instruction_sets), pair.kernels
-
-    return sorted(pairs, key=order)
+        return Libraries(kernels, tf_ops, tuple(kernels.name.split(".")[1].split("+")))
+    return None
 
 
-def build(
-    extra: Sequence[str] = (), folder: Optional[Path] = None, *, again: bool = False
-) -> Libraries:
-    """Compile the pair of libraries for this platform, unless there is one with all instruction
-    sets that the compiler knows, and return it. TensorFlow is not needed. Pairs of other platforms
-    stay beside it, those of other sources go.
+def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> Libraries:
+    """Compile a pair of libraries with all instruction sets that the compiler knows, put it into a
+    folder, by default BUILT, in the place of any other, and return it. TensorFlow is not needed.
 
-    `extra` are more options for compiler and linker, `folder` is BUILT by default, `again` compiles
-    in any case. Raises OSError without x86-64 Linux or a compiler, and
-    subprocess.CalledProcessError if the compiler fails.
+    `extra` are more options for compiler and linker. Raises OSError without x86-64 Linux or a
+    compiler, and subprocess.CalledProcessError if the compiler fails.
     """
     folder = folder or BUILT
     check_platform()
@@ -80,17 +66,13 @@ def build(
     if not sets:
         rule = "the C compiler must know AVX2, for which the least of the operations is"
         raise OSError(f"{rule}, got {shlex.join(compiler)}; install another, or name it in CC")
-    best = next(iter(existing(folder)), None)
-    is_done = best and best.platform == platform_name() and {*sets} <= {*best.instruction_sets}
-    if best and is_done and not extra and not again:
-        return best
-    name = f"{_digest()}.{platform_name()}.{'+'.join(sets)}.so"
+    name = f"{_digest()}.{'+'.join(sets)}.so"
     with tempfile.TemporaryDirectory() as scratch:
         _compile(compiler, sets, Path(scratch), tuple(extra))
         # The kernels last: where they are, tf_ops is.
         tf_ops = _install(Path(scratch) / "tf_ops", folder / f"tf_ops-{name}")
         kernels = _install(Path(scratch) / "kernels", folder / f"kernels-{name}")
-    return Libraries(kernels, tf_ops, platform_name(), sets)
+    return Libraries(kernels, tf_ops, sets)
 
 
 def build_library(sources: Path, name: str) -> Path:
@@ -102,7 +84,8 @@ def build_library(sources: Path, name: str) -> Path:
     """
     check_platform()
     options = (*OPTIONS, *EXACT, *INSTRUCTION_SETS["avx2"].options)
-    library = sources / BUILT.name / f"{name}-{_digest(sources, options)}.{platform_name()}.so"
+    digest = _digest(sources, (options, platform.libc_ver()))
+    library = sources / BUILT.name / f"{name}-{digest}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,13 +101,6 @@ def check_platform() -> None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         here = f"{sys.platform} {platform.machine()}"
         raise OSError(f"native operations must be built on Linux x86-64, got {here}")
-
-
-def platform_name() -> str:
-    """This system and its C library, such as "x86_64-glibc2.36": a library may need this one or a
-    newer one."""
-    library, version = platform.libc_ver()
-    return f"{platform.machine()}-{library or 'libc'}{version}"
 
 
 def find_compiler() -> List[str]:
@@ -181,16 +157,15 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
 
 def _install(made: Path, library: Path) -> Path:
     """Put a library in its place at once, also beside a process that computes with the one before;
-    those of other sources go."""
+    others go."""
     folder = library.parent
     folder.mkdir(exist_ok=True, parents=True)
     partial = folder / f".{library.name}.{os.getpid()}"
     shutil.copy(made, partial)
     os.replace(partial, library)
     for old in folder.glob(f"{library.name.partition('-')[0]}-*.so"):
-        if old.name.partition(".")[0] != library.name.partition(".")[0]:
-            with contextlib.suppress(OSError):
-                old.unlink()
+        if old != library:
+            old.unlink(missing_ok=True)
     return library
 
 
@@ -212,10 +187,7 @@ def main() -> None:
     try:
         build()
     except (OSError, subprocess.CalledProcessError) as error:
-        if not existing():
-            print(
-                f"Native operations are not built; TensorFlow's layers compute everything: {error}"
-            )
+        print(f"Native operations are not built; TensorFlow's layers compute everything: {error}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import ctypes
 from pathlib import Path
 from typing import Any, Optional, Sequence, Tuple, Union
 
-from models.native import library as libraries
 from models.native.library import DTYPE_CODES
 from models.native.shared import KIND_CODES
 
@@ -43,8 +42,8 @@ class Operation(ctypes.Structure):
 
 
 def load(path: Union[str, Path]) -> ctypes.CDLL:
-    """The library of `build.Libraries.kernels`. Raises OSError as `library.load`."""
-    library = libraries.load(path)
+    """The library of `build.Libraries.kernels`. Raises OSError for one that does not load."""
+    library = ctypes.CDLL(str(path))
     library.native_run.argtypes = (ctypes.c_char_p, ctypes.POINTER(Operation))
     library.native_scratch.argtypes = (ctypes.c_char_p, ctypes.POINTER(Operation))
     library.native_kernels.argtypes = (ctypes.c_char_p, ctypes.c_int)

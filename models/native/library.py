@@ -12,15 +12,12 @@ computed.
 import ctypes
 import functools
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Tuple, Union
+from typing import List, Optional
 
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.shared import fingerprint
 
 
 class InstructionSetError(ValueError):
@@ -50,9 +47,7 @@ class NativeOperations:
 
 
 def native_operations() -> NativeOperations:
-    """The answer of the library that loads here. One that is there but does not load, as on a
-    second host that shares the folder, is built again for this host first, which takes seconds,
-    once.
+    """The answer of the library that is built of these sources.
 
     Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
     chosen = chosen_instruction_set()
@@ -72,18 +67,6 @@ def chosen_instruction_set() -> str:
     return chosen
 
 
-def load(path: Union[str, Path]) -> ctypes.CDLL:
-    """A library by ctypes. Raises OSError for one that does not load, and for one whose kinds,
-    constants or instruction sets are not those of shared.py."""
-    library = ctypes.CDLL(str(path))
-    library.native_shared.restype = ctypes.c_char_p
-    shared = library.native_shared().decode()
-    if shared != fingerprint():
-        rule = f"{path} must be built of shared.py as it is, {fingerprint()}, got {shared}"
-        raise OSError(f"{rule}; run python -m models.native.build")
-    return library
-
-
 def does_not_load(why: str) -> None:
     """From now on there are no native operations in this process: TensorFlow has refused the
     library."""
@@ -95,38 +78,14 @@ _refused_by_tensorflow: List[str] = []
 
 @functools.cache
 def _asked(chosen: str, folder: Path) -> NativeOperations:
-    try:
-        build.check_platform()
-    except OSError as error:
-        return NativeOperations(why=str(error))
-    pair, why = _loadable(folder)
-    if why:
-        note = f"note: native operations do not load here ({why}); building them for this host"
-        print(note, file=sys.stderr)
-        try:
-            build.build(folder=folder, again=True)
-            pair, _ = _loadable(folder)
-        except (OSError, subprocess.CalledProcessError) as error:
-            why = f"{why}, and they cannot be built here: {error}"
+    todo = "run python -m models.native.build"
+    pair = build.existing(folder)
     if pair is None:
-        return NativeOperations(why=why or "they are not built; run python -m models.native.build")
-    return _answer(pair, chosen)
-
-
-def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], str]:
-    """The first pair that loads here; without one, why the first does not, "" if there is none."""
-    why = ""
-    for pair in build.existing(folder):
-        try:
-            load(pair.kernels)
-            return pair, ""
-        except OSError as error:
-            why = why or str(error)
-    return None, why
-
-
-def _answer(pair: build.Libraries, chosen: str) -> NativeOperations:
-    library = load(pair.kernels)
+        return NativeOperations(why=f"none are built of these sources; {todo}")
+    try:
+        library = ctypes.CDLL(str(pair.kernels))
+    except OSError as error:
+        return NativeOperations(why=f"{error}; {todo}")
     library.native_instruction_set.restype = ctypes.c_char_p
     library.native_lacks.restype = ctypes.c_char_p
     name = chosen.encode() or None

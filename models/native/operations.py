@@ -14,7 +14,6 @@ InstructionSetError for a CPU3D_INSTRUCTION_SET that is none, or none of this CP
 
 import functools
 import sys
-import types
 from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence
 
@@ -22,7 +21,6 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-import models.native.gradients  # noqa: F401, for tapes that record the operations
 from models.native.library import does_not_load, native_operations
 from models.native.shared import KIND_CODES, WITH_SUMS
 
@@ -211,8 +209,6 @@ def orthogonal(kernel: tf.Tensor) -> tf.Tensor:
 
 # --- The library ---
 
-REGISTERED = ("CpuOperation", "CpuLossSums", "CpuLossSlope", "CpuOrthogonal")  # TensorFlow's names
-
 
 def _run(
     kind: str,
@@ -242,6 +238,14 @@ def _run(
     return Made(map_, sum1, sum2, of_filters, of_bias)
 
 
+@tf.RegisterGradient("CpuOperation")
+def _refuse_gradient(*_: Any) -> None:
+    """A training step does not come here: models/step.py has gradients by native operations."""
+    rule = "gradients must be the first ones of model(image, training=True), got others"
+    todo = "take those of its layers, tf.keras.Model(model.input, model.output)"
+    raise NotImplementedError(f"{rule}; {todo}")
+
+
 def _given(*values: Any) -> List[Any]:
     """Those of some values that are there."""
     return [value for value in values if value is not None]
@@ -266,35 +270,13 @@ def _module_of(tf_ops: Path) -> Optional[Any]:
     """TensorFlow's module of a library; None, with a warning, for one that this TensorFlow does not
     take."""
     try:
-        module = tf.load_op_library(str(tf_ops))
-        if hasattr(module, "cpu_operation"):
-            return module
-        return _module_of_registered()
-    except (OSError, ImportError, AttributeError, tf.errors.OpError) as error:
+        return tf.load_op_library(str(tf_ops))
+    except (OSError, tf.errors.OpError) as error:
         reason = str(error).strip().splitlines()[0]
         why = f"TensorFlow {tf.__version__} does not load them: {reason}"
         print(f"warning: native operations are left out: {why}", file=sys.stderr)
         does_not_load(why)
         return None
-
-
-def _module_of_registered() -> Any:
-    """The module of operations that are registered already: `load_op_library` makes one only of
-    what a library registers when it is opened, and another part of this process has opened it
-    before."""
-    from tensorflow.core.framework import op_def_pb2
-    from tensorflow.python.client import pywrap_tf_session  # noqa: F401, the next one needs it
-    from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
-
-    known = [op_def_registry.get(name) for name in REGISTERED]
-    if None in known:
-        raise ImportError("another part of this process opened the library before TensorFlow")
-    definitions = op_def_pb2.OpList(op=known).SerializeToString()
-    source = _pywrap_python_op_gen.GetPythonWrappers(definitions)
-    module = types.ModuleType("cpu_operation")
-    exec(source, module.__dict__)
-    vars(module)["_IS_TENSORFLOW_PLUGIN"] = True  # as load_op_library's, for AutoGraph
-    return module
 
 
 def _norms(sources: Sequence[Source]) -> Optional[tf.Tensor]:

@@ -216,7 +216,3 @@ double native_products(const char *name, int dtype, int threads, long repeats)
     const struct kernels *kernels = native_kernels(name, dtype);
     return kernels ? kernels->products(threads, repeats) : 0;
 }
-
-/* What shared.py answers to `fingerprint`, where kinds, constants and instruction sets are the
-   same. */
-const char *native_shared(void) { return SHARED; }

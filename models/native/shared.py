@@ -1,49 +1,44 @@
-"""What both C and Python need, written once: build.py makes the header shared.h of it.
-
-A library keeps the digest of this text (`native_shared` in select.c), and is refused where that is
-not the digest of the Python beside it.
-"""
-
-import hashlib
-from typing import Dict
+"""What both C and Python need, written once: build.py makes the header shared.h of it."""
 
 from models.native.instruction_sets import INSTRUCTION_SETS
 
-KINDS: Dict[str, str] = {
-    "convolve": "one raw map or two, filters [3][3][3][channels][outputs], others: what is added,"
-    " or none -> map, sums",
-    "input_gradient": "gradient, filters [3][3][3][outputs][channels], others: raw map below, and"
-    " raw map of the gradient, where their coefficients are -> map; sums with a map below",
-    "filter_gradient": "one raw map or two, others: gradient, and its raw map where its"
-    " coefficients are -> filter gradient",
-    "max_pool": "raw -> map",
-    "max_pool_gradient": "raw, others: gradient of the pooled map, gradient that is added -> map,"
-    " sums",
-    "residual_sum": "raw, others: shortcut -> map: max(formed + shortcut, 0)",
-    "residual_gradient": "raw, others: the sum, its gradient -> map: the gradient where the sum is"
-    " positive; sums",
-    "to_raw": "raw, others: gradient -> map: of the raw map's values; the coefficients are a"
-    " gradient's",
-    "project": "raw, filters [channels][outputs], bias, others: what is added, or none -> map",
-    "project_gradient": "raw, filters, others: gradient, what is added, or none -> map, sums,"
-    " filter and bias gradient",
-    "project_sums": "raw, filters, others: gradient -> sums, filter and bias gradient",
-    "project_to_raw": "raw, filters, others: gradient -> map, as of to_raw",
-    "up_convolve": "raw, filters [x][y][z][outputs][channels] as finer the grid -> map",
-    "up_input_gradient": "raw, filters, others: gradient -> map, sums",
-    "up_filter_gradient": "raw, others: gradient -> filter gradient",
-    "loss_sums": "logits, others: target -> sums, [batch][LOSS_TERMS][channels]",
-    "loss_slope": "logits, others: target; coefficients: factors -> map, that of the logits'"
-    " gradient",
-    "orthogonal": "a matrix of float32, x rows of `outputs` values -> map: orthogonal columns,"
-    " times the root of its rows over its columns if that is more than 1",
-}
-"""Kinds of operations: what each takes -> what it makes. Two maps are read as if concatenated. The
-grid is the map's, but for up_ kinds and pools the coarser one. Sums are [batch][2][channels]: those
-of native.h, or of `convolve` the mean and variance of its map."""
-
+# What each kind takes -> what it makes. Two maps are read as if concatenated. The grid is the
+# map's, but for up_ kinds and pools the coarser one. Sums are [batch][2][channels]: those of
+# native.h, or of `convolve` the mean and variance of its map. A gradient comes with its raw map
+# where its coefficients are.
+KINDS = (
+    # one raw map or two, filters [3][3][3][channels][outputs], others: what is added, or none
+    # -> map, sums
+    "convolve",
+    # gradient, filters [3][3][3][outputs][channels], others: raw map below -> map; sums with a map
+    # below
+    "input_gradient",
+    "filter_gradient",  # one raw map or two, others: gradient -> filter gradient
+    "max_pool",  # raw -> map
+    # raw, others: gradient of the pooled map, gradient that is added -> map, sums
+    "max_pool_gradient",
+    "residual_sum",  # raw, others: shortcut -> map: max(formed + shortcut, 0)
+    # raw, others: the sum, its gradient -> map: the gradient where the sum is positive; sums
+    "residual_gradient",
+    # raw, others: gradient -> map: of the raw map's values; the coefficients are a gradient's
+    "to_raw",
+    # raw, filters [channels][outputs], bias, others: what is added, or none -> map
+    "project",
+    # raw, filters, others: gradient, what is added, or none -> map, sums, filter and bias gradient
+    "project_gradient",
+    "project_sums",  # raw, filters, others: gradient -> sums, filter and bias gradient
+    "project_to_raw",  # raw, filters, others: gradient -> map, as of to_raw
+    "up_convolve",  # raw, filters [x][y][z][outputs][channels] as finer the grid -> map
+    "up_input_gradient",  # raw, filters, others: gradient -> map, sums
+    "up_filter_gradient",  # raw, others: gradient -> filter gradient
+    "loss_sums",  # logits, others: target -> sums, [batch][LOSS_TERMS][channels]
+    # logits, others: target; coefficients: factors -> map, that of the logits' gradient
+    "loss_slope",
+    # a matrix of float32, x rows of `outputs` values -> map: orthogonal columns, times the root of
+    # its rows over its columns if that is more than 1
+    "orthogonal",
+)
 KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
-KIND_OF_CODE = dict(enumerate(KINDS))
 
 WITH_SUMS = (
     "convolve",
@@ -56,7 +51,7 @@ WITH_SUMS = (
 )
 """Kinds whose map has two sums."""
 
-# Constants. The C files say what each is of; the memory estimator computes the same sizes.
+# Constants. The C files say what each is of.
 
 MOST_THREADS = 256  # that compute an operation
 DEFAULT_L2_BYTES = 1 << 20  # a core's cache L2, where the system does not tell
@@ -99,28 +94,11 @@ CONSTANTS = {name: value for name, value in globals().items() if isinstance(valu
 
 def header() -> str:
     """The text of shared.h."""
-    return f'{_definitions()}\n#define SHARED "{fingerprint()}"\n'
-
-
-def fingerprint() -> str:
-    """What a library that was built of this text answers to `native_shared`."""
-    return hashlib.sha256(_definitions().encode()).hexdigest()[:16]
-
-
-def _definitions() -> str:
     lines = ["/* build.py makes this of shared.py and instruction_sets.py. */"]
-    lines.append("enum kind {")
-    for kind, text in KINDS.items():
-        lines.append(f"    {kind.upper()}, /* {text} */")
-    lines += ["    KINDS", "};"]
-    lines.append("enum {")
-    for name, value in CONSTANTS.items():
-        lines.append(f"    {name} = {value},")
-    lines.append("};")
-    lines.append(
-        "/* Name, flags of a CPU that it needs, and whether it computes bfloat16 maps alone,"
-    )
-    lines.append("   is slow on Intel's CPUs, is taken by name alone; the fastest first. */")
+    lines += ["enum kind {", *(f"    {kind.upper()}," for kind in KINDS), "    KINDS", "};"]
+    lines += ["enum {", *(f"    {name} = {value}," for name, value in CONSTANTS.items()), "};"]
+    # Name, flags of a CPU that it needs, and whether it computes bfloat16 maps alone, is slow on
+    # Intel's CPUs, is taken by name alone; the fastest first.
     lines.append("#define EACH_INSTRUCTION_SET(SET) \\")
     sets = []
     for name, each in INSTRUCTION_SETS.items():
@@ -129,4 +107,4 @@ def _definitions() -> str:
         words = ", ".join(str(int(flag)) for flag in flags)
         sets.append(f'    SET({name}, "{needs}", {words})')
     lines.append(" \\\n".join(sets))
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"

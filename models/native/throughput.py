@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from models.native.calls import load
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import DTYPE_CODES, NativeOperations, load, native_operations
+from models.native.library import DTYPE_CODES, NativeOperations, native_operations
 from models.native.operations import Source, convolve
 
 

@@ -61,6 +61,7 @@ def scale(**changes):
     }
 
 
+@pytest.mark.usefixtures("needs_native")
 def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said():
     here = host(cpu_model="Some CPU")
     path = host_file(here)
@@ -84,6 +85,7 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
     assert str(path) in damaged.basis(JOB, here)
 
 
+@pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize("measured", [False, True])
 def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it_is_not_known(
     measured,

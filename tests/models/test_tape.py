@@ -63,10 +63,10 @@ def case_of(network, draw=1, batch=BATCH, **changes):
 
 
 @functools.cache
-def of_layers(network, draw, training):
+def of_layers(network, draw):
     """The gradients of a case's plain layers."""
     case = case_of(network, draw)
-    return case.gradients(case.layers, training=training)
+    return case.gradients(case.layers, training=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,66 +93,40 @@ def closest(compare):
     return min(found)
 
 
-CALLS = [(name, {"training": False}) for name in NETWORKS]
-CALLS += [("residual", {"training": True}), ("instance", {})]  # test_step.py trains all of them
-
-
-@pytest.mark.parametrize(("network", "training"), CALLS, ids=str)
-def test_gradients_of_image_and_weights_are_those_of_the_layers(network, training):
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gradients_of_image_and_weights_are_those_of_the_layers(network):
     def compare(draw):
         case = case_of(network, draw)
-        expected = of_layers(network, draw, bool(training.get("training")))
-        return distance(case.gradients(case.model, **training), expected)
+        return distance(case.gradients(case.model, training=True), of_layers(network, draw))
 
     assert closest(compare) < 5e-5
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_through_a_graph_of_an_open_batch_size_they_are_the_same(training):
+def test_through_a_graph_of_an_open_batch_size_they_are_the_same():
     def compare(draw):
         case = case_of("residual", draw, batch=None, policy="lean")
-        expected = of_layers("residual", draw, training)
-        function = tf.function(lambda image: case.model(image, training=training), autograph=False)
-        return distance(case.gradients(function), expected)
+        function = tf.function(lambda image: case.model(image, training=True), autograph=False)
+        return distance(case.gradients(function), of_layers("residual", draw))
 
     assert closest(compare) < 5e-5
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("network", ["instance", "residual"])
-def test_in_bfloat16_they_are_near_those_of_float32(network, training):
-    expected = of_layers(network, 1, training)
-    rounded = case_of(network, dtype="bfloat16")
-    found = rounded.gradients(rounded.model, training=training)
-    error = sum(float(tf.norm(native - other) ** 2) for native, other in zip(found, expected))
-    assert error < 0.3**2 * sum(float(tf.norm(other) ** 2) for other in expected)
 
 
 def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient():
     case = case_of("instance")
-    for training in (False, True):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(case.image)
-            loss = case.loss(case.model, case.image, training=training)
-        first, again = (tape.gradient(loss, case.image) for _ in range(2))
-        assert distance([again], [first]) < 1e-6
-        with tf.GradientTape() as tape:
-            loss = case.loss(case.model, case.image, training=training)
-        assert tape.gradient(loss, case.image) is None
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(case.image)
+        loss = case.loss(case.model, case.image, training=True)
+    first, again = (tape.gradient(loss, case.image) for _ in range(2))
+    assert distance([again], [first]) < 1e-6
+    with tf.GradientTape() as tape:
+        loss = case.loss(case.model, case.image, training=True)
+    assert tape.gradient(loss, case.image) is None
 
 
-def test_a_second_derivative_is_that_of_the_layers_or_is_refused():
+def test_gradients_of_an_inference_are_refused():
     case = case_of("instance")
-
-    def second(network, training):
-        with tf.GradientTape() as outer:
-            outer.watch(case.image)
-            norm = tf.reduce_sum(case.gradients(network, training=training)[0] ** 2)
-        return outer.gradient(norm, [case.image, case.model.trainable_weights[0]])
-
-    assert distance(second(case.model, False), second(case.layers, False)) < 2e-2
-    with pytest.raises(NotImplementedError, match="training=False"):
-        second(case.model, True)
+    with pytest.raises(NotImplementedError, match="training=True"):
+        case.gradients(case.model, training=False)
 
 
 def test_an_image_may_come_as_keras_takes_it_and_from_another_layer():
@@ -166,6 +140,6 @@ def test_an_image_may_come_as_keras_takes_it_and_from_another_layer():
     halved = case.image / 2
     with tf.GradientTape() as tape:
         tape.watch(halved)
-        loss = case.loss(outer, halved)
-    of_image = case.gradients(case.model)[0]
+        loss = case.loss(outer, halved, training=True)
+    of_image = case.gradients(case.model, training=True)[0]
     assert distance([tape.gradient(loss, halved)], [2 * of_image]) < 1e-5

@@ -92,7 +92,7 @@ RECORDS = Path(__file__).resolve().parents[2] / "records"
 
 
 @pytest.fixture(scope="module")
-def validated():
+def validated(needs_native):
     if not (RECORDS / VALIDATION).is_dir():
         maker = "`python -m records.validate` makes in an hour each"
         pytest.skip(f"needs records/{VALIDATION}, files that {maker}")

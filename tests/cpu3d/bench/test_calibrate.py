@@ -36,8 +36,8 @@ def record(unet, times=1.0, more_bytes=0):
     return {**request_for(job), **about, **measured}
 
 
-@pytest.fixture(autouse=True)
-def answers(monkeypatch):
+@pytest.fixture
+def answers(needs_native, monkeypatch):
     """The answers of the measuring processes, in turn, on a host that computes as is predicted."""
     answers = []
     monkeypatch.setattr(calibrate, "computes_as_predicted", lambda: True)
@@ -114,7 +114,9 @@ def test_a_host_that_does_not_compute_as_predicted_is_not_measured(monkeypatch, 
     assert "native operations must be built" in capsys.readouterr().err
 
 
-def test_without_a_folder_it_is_refused_before_anything_is_measured(monkeypatch, capsys, tmp_path):
+def test_without_a_folder_it_is_refused_before_anything_is_measured(
+    answers, monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(calibrate, "in_fresh_process", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     assert main(["calibrate", "--out", str(tmp_path / "file" / "out.json")]) == 2

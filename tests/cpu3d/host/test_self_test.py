@@ -90,10 +90,8 @@ def tf():
 
 
 @pytest.fixture(scope="module")
-def compared(tf):
+def compared(tf, needs_native):
     """The check of native operations in both dtypes."""
-    if not operations.available():
-        pytest.skip("needs built operations, and a CPU with AVX2")
     return module.native_operations(tf, HOST, None)
 
 
@@ -133,10 +131,8 @@ def test_native_operations_are_tried_in_each_dtype_of_a_training(tf, compared, m
 
 @pytest.mark.parametrize(("share", "state"), [(0.7, "ok"), (0.1, "warn"), (1.47, "warn")])
 def test_speed_is_named_with_the_instruction_set_and_the_share_of_the_limit(
-    tf, monkeypatch, share, state
+    tf, needs_native, monkeypatch, share, state
 ):
-    if not operations.available():
-        pytest.skip("needs built operations, and a CPU with AVX2")
     monkeypatch.setattr(throughput, "speed", lambda dtype: throughput.Speed(share * 2e11, 2e11))
     check = module.native_speed(tf, HOST, None)
     assert check.state == state

@@ -36,10 +36,9 @@ def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(sh
     np.testing.assert_allclose(matrix, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
 
 
+@pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 48, 40)])
 def test_native_operations_make_the_same_as_tensorflow(shape):
-    if not operations.available():
-        pytest.skip("needs native operations")
     kernel = tf.constant(noise(*shape))
     made = tf.function(operations.orthogonal)(kernel)
     assert made.shape == shape
@@ -48,10 +47,9 @@ def test_native_operations_make_the_same_as_tensorflow(shape):
     )
 
 
+@pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize("shape", [(4,), (2, 0), (1, 2, 1, 2, 1, 3)])
 def test_what_is_no_kernel_is_refused(shape):
-    if not operations.available():
-        pytest.skip("needs native operations")
     with pytest.raises(tf.errors.InvalidArgumentError, match="kernel"):
         operations.orthogonal(tf.zeros(shape))
 

@@ -50,6 +50,7 @@ def same(arrays, expected):
     return all(map(np.array_equal, tf.nest.flatten(arrays), tf.nest.flatten(expected)))
 
 
+@pytest.mark.usefixtures("needs_native")
 @pytest.mark.parametrize(("more", "batch_size"), NETWORKS, ids=lambda case: str(case))
 def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, tmp_path):
     model, data = compiled(more, batch_size, eager=True), volumes()  # in graphs: the example, below

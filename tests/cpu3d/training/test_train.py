@@ -72,6 +72,7 @@ def learnt(phantom_store, tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("needs_native")
 def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
     phantom_store, learnt, tmp_path, monkeypatch
 ):

@@ -112,6 +112,7 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
     assert np.any(map_of_tc != painted)
 
 
+@pytest.mark.usefixtures("needs_native")
 def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")

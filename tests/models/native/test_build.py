@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from models.native.build import build, build_library, existing
+from models.native.build import build, build_library, existing, main
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 COMPILER = """#!/bin/sh
@@ -50,24 +50,22 @@ def built(tmp_path):
     return tmp_path / "built"
 
 
-def test_without_a_compiler_one_line_says_what_follows(tmp_path):
-    script = (
-        "import sys, models.native.build as b\n"
-        "b.importlib.util.find_spec = lambda name: None\n"
-        "b.BUILT = b.Path(sys.argv[1])\n"
-        "sys.exit(b.main())\n"
-    )
-    environment = {**os.environ, "PATH": str(tmp_path), "CC": ""}
-    command = [sys.executable, "-c", script, str(tmp_path / "built")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout.count("\n") == 1
-    assert "C compiler" in ended.stdout
+def test_without_a_compiler_one_line_says_what_follows(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert "C compiler" in printed
 
 
-def test_libraries_are_built_once_for_the_instruction_sets_that_the_compiler_knows(compiler, built):
-    other = built / "kernels-0123456789ab.so"  # of other sources
+def test_libraries_are_for_the_instruction_sets_that_the_compiler_knows_and_replace_others(
+    compiler, built
+):
+    other = built / "kernels-0123456789ab.avx2.so"  # of other sources
     other.touch()
-    assert existing(built) == []
+    assert existing(built) is None
     compiler.set("REFUSED", "pointwise.c")
     with pytest.raises(subprocess.CalledProcessError):
         build(folder=built)
@@ -75,28 +73,15 @@ def test_libraries_are_built_once_for_the_instruction_sets_that_the_compiler_kno
     compiler.set("REFUSED", "nothing")
     pair = build(folder=built)
     assert sorted(built.iterdir()) == sorted((pair.kernels, pair.tf_ops))
+    assert existing(built) == pair
     calls = compiler.compiled()
     assert any("-DKERNELS=kernels_avx2 " in call for call in calls)
     assert not any("-DKERNELS=kernels_amx " in call for call in calls)
-    assert build(folder=built) == pair == existing(built)[0]
-    assert compiler.compiled() == calls
-
-
-def test_a_compiler_that_knows_more_builds_again_and_one_that_knows_less_does_not(compiler, built):
-    before = build(folder=built)
     compiler.set("LACKED", "nothing")
     after = build(folder=built)
-    assert {*after.instruction_sets} > {*before.instruction_sets}
-    compiler.set("LACKED", "-mamx")
-    assert build(folder=built) == after
-
-
-def test_a_library_for_another_platform_stays_beside(compiler, built, monkeypatch):
-    theirs = build(folder=built)
-    monkeypatch.setattr("platform.libc_ver", lambda *_: ("glibc", "9.99"))
-    ours = build(folder=built)
-    assert existing(built) == [ours, theirs]
-    assert len(list(built.iterdir())) == 4
+    assert {*after.instruction_sets} > {*pair.instruction_sets}
+    assert existing(built) == after
+    assert len(list(built.iterdir())) == 2
 
 
 def test_cc_is_a_path_with_blanks_or_a_command_with_options(compiler, built, tmp_path):
@@ -104,7 +89,7 @@ def test_cc_is_a_path_with_blanks_or_a_command_with_options(compiler, built, tmp
     assert not any("-m64" in call for call in compiler.compiled())
     (tmp_path / "cc").symlink_to(compiler.path)
     compiler.set("CC", f"env {tmp_path}/cc -m64")
-    build(folder=built, again=True)
+    build(folder=built)
     assert any(call.startswith("-m64 ") for call in compiler.compiled())
 
 

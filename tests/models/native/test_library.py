@@ -12,32 +12,22 @@ import pytest
 from memory_estimator.host import instruction_set, read_host
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import InstructionSetError, load, native_operations
+from models.native.library import InstructionSetError, native_operations
 
 VARIABLE = "CPU3D_INSTRUCTION_SET"
 
 
-@pytest.fixture(scope="module")
-def whole(library):
-    """A pair that loads here, on a CPU that it computes on."""
-    if not build.existing() or not native_operations().tf_ops:
-        pytest.skip("needs built operations, and a CPU with AVX2")
-    return build.existing()[0]
-
-
 @pytest.fixture
-def pair(whole, tmp_path, monkeypatch):
-    """A copy of it, which alone counts, on a host without a compiler."""
+def pair(needs_native, tmp_path, monkeypatch):
+    """A copy of the pair that computes here."""
+    whole = build.existing()
     # The answer of a folder is kept, and pytest names the folder of a test as that of one before.
     monkeypatch.setattr(build, "BUILT", tmp_path / uuid.uuid4().hex)
     build.BUILT.mkdir()
     for path in (whole.kernels, whole.tf_ops):
         shutil.copy(path, build.BUILT)
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    return build.existing()[0]
+    return build.existing()
 
 
 def test_the_library_s_answer_is_what_python_says_of_this_cpu(pair):
@@ -73,49 +63,21 @@ def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch, n
     assert all(known in str(caught.value) for known in INSTRUCTION_SETS)
 
 
-@pytest.mark.parametrize("content", [b"", b"#!/bin/sh"])
-def test_a_library_that_does_not_load_is_named(pair, content, capsys):
-    pair.kernels.write_bytes(content)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_library_of_other_sources_or_one_that_does_not_load_is_not_asked(pair, is_there):
+    if is_there:
+        pair.kernels.write_bytes(b"#!/bin/sh")
+    else:
+        pair.kernels.rename(pair.kernels.with_name("kernels-0123456789ab.avx2.so"))
     native = native_operations()
     assert (native.float32, native.bfloat16, native.tf_ops) == ("", "", None)
-    assert str(pair.kernels) in native.why
-    assert "C compiler" in native.why
-    assert capsys.readouterr().err.count("\n") == 1
+    assert (str(pair.kernels) in native.why) == is_there
+    assert "run python -m models.native.build" in native.why
 
 
-def test_a_library_whose_kinds_are_others_is_refused(pair, monkeypatch):
-    monkeypatch.setattr("models.native.library.fingerprint", lambda: "of other kinds")
-    with pytest.raises(OSError, match=r"must .* of other kinds, got [0-9a-f]{16}"):
-        load(pair.kernels)
-    assert native_operations().bfloat16 == ""
-
-
-COMPILER = """#!/bin/sh
-while [ $# -gt 1 ]; do
-  case "$1 $2" in
-    "-o "*/kernels) {cp} "$KERNELS" "$2" ;;
-    "-o "*) echo > "$2" ;;
-  esac
-  shift
-done
-"""
-
-
-def test_a_library_for_another_machine_is_built_again(pair, whole, monkeypatch, tmp_path):
-    """Of the same name: only loading it shows that it needs another system."""
-    pair.kernels.write_bytes(b"for another machine")
-    (tmp_path / "cc").write_text(COMPILER.format(cp=shutil.which("cp", path=os.defpath)))
-    (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setenv("CC", str(tmp_path / "cc"))
-    monkeypatch.setenv("KERNELS", str(whole.kernels))
-    native = native_operations()
-    assert native.bfloat16
-    assert native.kernels.read_bytes() == whole.kernels.read_bytes()
-
-
-def run_script(script, *words):
+def run_script(script):
     environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
-    command = [sys.executable, "-c", script, *words]
+    command = [sys.executable, "-c", script]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -130,18 +92,8 @@ def test_it_is_asked_without_tensorflow_and_numpy(pair):
     assert done.stdout.strip() == native_operations().bfloat16
 
 
-OPENED = """
-import ctypes
-from models.native.library import native_operations
-ctypes.CDLL(str(native_operations().tf_ops))
-from models.native import operations
-from models.native.operations import Source
-pooled = operations.operate('max_pool', Source(tf.ones((1, 2, 2, 2, 1)))).map
-print(operations.available(), float(pooled))
-"""
-
-
 REFUSED = """
+import tensorflow as tf
 from models.native.library import native_operations
 
 def refuse(path):
@@ -154,41 +106,8 @@ print(native_operations().why)
 """
 
 
-FORKED = """
-import os, sys
-import tensorflow as tf
-
-scripts = sys.argv[2:]
-for number, script in enumerate(scripts):
-    if os.fork() == 0:
-        for descriptor in (1, 2):
-            file = os.open(f"{sys.argv[1]}/{number}.{descriptor}", os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, descriptor)
-        exec(script)
-        break
-else:
-    for _ in scripts:
-        os.wait()
-"""
-
-
-@pytest.fixture(scope="module")
-def answers(whole, tmp_path_factory):
-    """What OPENED and REFUSED print and warn of, each in a process of its own; TensorFlow is
-    imported for both."""
-    folder = tmp_path_factory.mktemp("answers")
-    done = run_script(FORKED, str(folder), OPENED, REFUSED)
-    assert done.returncode == 0, done.stderr
-    return [[(folder / f"{number}.{to}").read_text() for to in (1, 2)] for number in range(2)]
-
-
-def test_a_library_that_the_process_has_opened_already_computes(answers):
-    printed, warned = answers[0]
-    assert printed.split() == ["True", "1.0"], warned
-
-
-def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(answers):
-    printed, warned = answers[1]
-    assert printed.split()[:2] == ["False", "none"], warned
-    assert "undefined symbol" in printed
-    assert "warning: native operations" in warned
+def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(needs_native):
+    done = run_script(REFUSED)
+    assert done.stdout.split()[:2] == ["False", "none"], done.stderr
+    assert "undefined symbol" in done.stdout
+    assert "warning: native operations" in done.stderr
