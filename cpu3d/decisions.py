@@ -231,7 +231,6 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
         batch=settings.batch,
         micro_batch=settings.micro_batch,
         optimizer=settings.optimizer,
-        weight_decay=settings.weight_decay,
         freeze=settings.freeze,
         engine=engine,
         threads=threads,

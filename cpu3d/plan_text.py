@@ -175,7 +175,7 @@ def _notes(plan: Plan) -> List[str]:
     if of_batch_norm:
         notes.append(of_batch_norm)
     pair = mirror_pair(all_names(manifest.labels, manifest.regions))
-    if pair and config.augment.flip and "X" in config.augment.flip_axes:
+    if pair and config.augment.flip:
         sides = " and ".join(pair)
         notes.append(f"no mirroring along X, as the labels {sides} are left and right")
     if not manifest.split["val"]:

@@ -197,12 +197,6 @@ class Settings:
         "R",
         above=0,
     )
-    weight_decay: float = _training(
-        0.0,
-        "share of a kernel that a step takes away, times the learning rate; such as 0.1",
-        "W",
-        at_least=0,
-    )
     validations: int = _training(
         0,
         f"validations in all, evenly spread (default: one an epoch, at most {VALIDATIONS})",

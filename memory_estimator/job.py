@@ -60,7 +60,6 @@ class Job:
     optimizer: str = "muon"
     # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     engine: str = "itex"
-    weight_decay: float = 0.0  # a share of each kernel that is taken away before its update
     freeze: str = "none"  # layers that have no update: one of `models.weights.FREEZE`
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     # whether a store feeds the step: one batch ahead and samples in preparation count too
@@ -130,8 +129,6 @@ class Job:
         if self.micro_batches > 1:
             words.append(f"{self.micro} at a time")
         words.append(f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}")
-        if self.weight_decay:
-            words.append(f"weight decay {self.weight_decay:g}")
         if self.freeze != "none":
             words.append(f"{self.freeze} frozen")
         words.append(counted(self.threads, "thread"))
@@ -332,7 +329,6 @@ class JobOptions(Architecture):
         choices=DTYPES,
     )
     optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
-    weight_decay: float = option(0.0, "share of a kernel that a step takes away", "W", at_least=0)
     freeze: str = option("none", "layers that stay as they are, as of `train`", choices=FREEZE)
     policy: str = option(
         AUTO,

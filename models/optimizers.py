@@ -71,12 +71,6 @@ def _momentum(weight: Weight) -> Any:
     return weight.value.assign_add(weight.momentum * mean - step)
 
 
-def decay(weight: Weight, share: Any) -> Any:
-    """Take a share of a kernel away before its update, as in AdamW (Loshchilov and Hutter 2019): a
-    norm follows each, so only its direction counts, and one that grows learns more slowly."""
-    return weight.value.assign_sub(share * weight.value)
-
-
 @dataclass(frozen=True)
 class Rule:
     """How one weight is changed."""

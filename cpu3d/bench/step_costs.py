@@ -60,7 +60,7 @@ WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots a
 # Equal lengths of time that a step is cut into, each with the most bytes that are live in it: a
 # picture shows no more.
 SPANS = 300
-STEP_SETTINGS = ("optimizer", "weight_decay", "freeze", "loss")  # of a request, as of `train`
+STEP_SETTINGS = ("optimizer", "freeze", "loss")  # of a request, as of `train`
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
@@ -132,7 +132,6 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
         "batch": job.batch,
         "micro_batch": job.micro,
         "optimizer": job.optimizer,
-        "weight_decay": job.weight_decay,
         "freeze": job.freeze,
         "unet": job.unet.to_json(),
         "engine": job.engine,
@@ -156,7 +155,6 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
         batch=record["batch"],
         micro_batch=record["micro_batch"],
         optimizer=record["optimizer"],
-        weight_decay=record.get("weight_decay", 0.0),
         freeze=record.get("freeze", "none"),
         engine=engine,
         threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),

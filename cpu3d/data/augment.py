@@ -29,7 +29,6 @@ _NOISE_KEY = 0x6E6F697365
 PROBABILITY = {"noise": 0.1, "blur": 0.2, "contrast": 0.15, "low_resolution": 0.25, "gamma": 0.4}
 CHANNEL_PROBABILITY = {"blur": 0.5, "low_resolution": 0.5}  # the others change all channels
 NEGATIVE_PROBABILITY = 0.25  # of a sample with gamma: that it is the negative's
-AXES = ("X", "Y", "Z")
 BLUR_REACH = 4  # standard deviations of a Gaussian, beyond which it is 0
 
 
@@ -41,13 +40,6 @@ class AugmentConfig:
         True, "no mirroring, for data whose left and right differ", group="augmentation"
     )
     """Mirror along each of `mirrored_axes` with probability 1/2."""
-    flip_axes: Tuple[str, ...] = option(
-        AXES,
-        "axes to mirror along, of X (left to right), Y (to the front) and Z (up); never X if "
-        "labels pair left and right",
-        choices=AXES,
-        group="augmentation",
-    )
     # --- Strengths; `cpu3d.settings.AUGMENTS` has them by name ---
     gain: float = 0.1  # brightness: each channel, normalised, times up to 1 +- this
     offset: float = 0.1  # up to +- this many standard deviations added to each channel
@@ -65,20 +57,13 @@ class AugmentConfig:
             if not 0 <= strength < limit:
                 rule = f"augment {name} must be in [0, {limit})"
                 raise ValueError(f"{rule}, got {strength}; 0 turns it off")
-        axes = self.flip_axes
-        if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
-            rule = f"augment flip_axes must be among {', '.join(AXES)}, each once"
-            raise ValueError(
-                f"{rule}, got {', '.join(axes) or 'none'}; --no-flip mirrors along none"
-            )
 
     def mirrored_axes(self, label_names: Iterable[str]) -> Tuple[int, ...]:
         """List the axes of X, Y, Z, as 0, 1, 2, that images with labels of these names are
         mirrored along: not X if labels are left and right, none without flips."""
         if not self.flip:
             return ()
-        allowed = mirrored_axes(label_names)
-        return tuple(axis for axis in allowed if AXES[axis] in self.flip_axes)
+        return mirrored_axes(label_names)
 
     @property
     def needs_volume(self) -> bool:

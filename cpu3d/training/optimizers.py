@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cpu3d.settings import RunConfig
 from models.native import operations
-from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight, decay, is_kernel
+from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
 # five times.
@@ -37,15 +37,12 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         beta_1: float = BETA_1,
         beta_2: float = BETA_2,
         epsilon: float = EPSILON,
-        kernel_decay: float = 0.0,
         name: str = "RuleOptimizer",
         **options: Any,
     ):
         """`learning_rate` is of kernels, by default the optimizer's own; if other variables have a
         rule of their own, their rate is `other_scale` times that. `beta_1` to `epsilon` are
-        Adam's. Each step takes `learning_rate` times `kernel_decay` of a kernel away
-        (`models.optimizers.decay`). `options` are those of every Keras optimizer, such as
-        `clipnorm`."""
+        Adam's. `options` are those of every Keras optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
         self.rules = rules
         self.optimizer = OPTIMIZERS[rules]
@@ -59,7 +56,6 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
-        self.kernel_decay = kernel_decay
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         super().build(var_list)
@@ -94,12 +90,10 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         rule = self.optimizer.rule_of(variable.shape)
         with tf.control_dependencies(self._before):
             weight = _Tensors(self, variable, tf.convert_to_tensor(gradient), self._slots[index])
-            before = self._decayed(variable, weight)
-            with tf.control_dependencies(before):  # or both would hold a tensor of its size
-                self._before = [rule.update(weight)]
+            self._before = [rule.update(weight)]
 
     def get_config(self) -> Dict[str, Any]:
-        names = ("rules", "other_scale", "momentum", "beta_1", "beta_2", "epsilon", "kernel_decay")
+        names = ("rules", "other_scale", "momentum", "beta_1", "beta_2", "epsilon")
         own = {name: getattr(self, name) for name in names}
         rate = self._serialize_hyperparameter(self._learning_rate)
         return {**super().get_config(), "learning_rate": rate, **own}
@@ -128,14 +122,6 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         step = tf.cast(self.iterations + 1, dtype)
         corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
         return rate * corrected
-
-    def _decayed(self, variable: tf.Variable, weight: "_Tensors") -> List[tf.Tensor]:
-        """What the update waits for: the decay of a kernel, if there is one."""
-        if not self.kernel_decay or not is_kernel(variable.shape):
-            return []
-        rate = self.once("rate of decay", lambda: self._rate(variable.dtype, 1, False))
-        share = rate * weight.number(self.kernel_decay)
-        return [decay(weight, share)]
 
 
 class _Tensors(Weight):
@@ -206,7 +192,7 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     rate = config.peak_rate
     optimizer = OPTIMIZERS[config.optimizer]
     scale = ADAM_SCALE if optimizer.has_two_rates else 1.0
-    return RuleOptimizer(config.optimizer, rate, scale, kernel_decay=config.weight_decay)
+    return RuleOptimizer(config.optimizer, rate, scale)
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Sequence
 from memory_estimator.step.timeline import Group, NativeOperation, Tensor
 from memory_estimator.step.writer import Writer, matrix_shape
 from models.layer_plan import LayerOp
-from models.optimizers import OPTIMIZERS, Weight, decay, is_kernel
+from models.optimizers import OPTIMIZERS, Weight
 
 SQUARES = 7  # of Muon's iteration by TensorFlow: matrices at once
 SQUARE_PRODUCTS = 19  # and products of two of them
@@ -50,8 +50,6 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
     for op in writer.trained_kernels:
         rule = optimizer.rule_of(op.kernel_shape)
         paper = _Paper(writer, op, read[op.name], len(rule.slots))
-        if writer.job.weight_decay and is_kernel(op.kernel_shape):
-            decay(paper, paper.rate)
         rule.update(paper)
 
 

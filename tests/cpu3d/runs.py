@@ -123,7 +123,7 @@ def shared_learner(config):
 
 
 OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "loss")
-OF_NETWORK += ("optimizer", "peak_rate", "weight_decay")
+OF_NETWORK += ("optimizer", "peak_rate")
 """What a learner is compiled from."""
 _LEARNERS = {}
 

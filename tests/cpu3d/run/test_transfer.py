@@ -204,7 +204,7 @@ def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, tmp_pat
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optimizer": "muon", "weight_decay": 0.1, "norm": "batch", "batch": 2},
+        {"optimizer": "muon", "norm": "batch", "batch": 2},
         {"optimizer": "sgd", "batch": 2, "micro_batch": 1, "residual": True},
     ],
     ids=["muon, batch norm", "sgd, in parts"],

@@ -112,16 +112,14 @@ def test_keras_does_not_compile_its_updates_on_a_card(monkeypatch):
     assert not Muon().jit_compile
 
 
-@pytest.mark.parametrize("kernel_decay", [0.0, 0.5])
-def test_two_steps_are_those_worked_out_by_hand(kernel_decay):
-    weights = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9, kernel_decay=kernel_decay))
+def test_two_steps_are_those_worked_out_by_hand():
+    weights = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9))
     adam = stepped(tf.keras.optimizers.Adam(0.15))
     kernel = noise(3, 3, 3, 2, 4).astype(np.float64)
     mean = 0.0
     for step in (1, 2):
         gradient = noise(3, 3, 3, 2, 4, seed=step)
         mean = 0.9 * mean + gradient
-        kernel -= 0.1 * kernel_decay * kernel
         kernel -= 0.1 * orthogonal_by_hand(gradient + 0.9 * mean)
     np.testing.assert_allclose(weights[0], kernel, atol=1e-3)
     for weight, other in zip(weights[1:], adam[1:]):
@@ -133,7 +131,7 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
     y = noise(4, 6, 6, 6, 1, seed=1)
     made = [tf.keras.layers.Conv3D(2, 3, padding="same"), tf.keras.layers.Conv3D(1, 1)]
     model = tf.keras.Sequential([tf.keras.Input((6, 6, 6, 1)), *made])
-    model.compile(Muon(0.01, momentum=0.8, kernel_decay=0.1), "mse")
+    model.compile(Muon(0.01, momentum=0.8), "mse")
     losses = model.fit(x, y, batch_size=4, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
     model.save(tmp_path / "model.keras")
@@ -147,18 +145,6 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
     for weight, other in zip(model.get_weights(), again.get_weights()):
         # Threads add gradients up in any order (1e-5 here); without its state a step is 0.01 off.
         np.testing.assert_allclose(weight, other, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_decay_takes_a_share_of_kernels_alone(name):
-    """Of gradients of 0 nothing else moves."""
-    variables = [tf.Variable(noise(3, 3, 3, 2, 4)), tf.Variable(noise(1, 1, 1, 4, 3) + 2)]
-    before = [variable.numpy() for variable in variables]
-    optimizer = RuleOptimizer(name, 0.1, kernel_decay=0.5)
-    optimizer.build(variables)
-    optimizer.apply_gradients([(tf.zeros_like(v), v) for v in variables])
-    np.testing.assert_allclose(variables[0], before[0] * (1 - 0.1 * 0.5), rtol=1e-6)
-    np.testing.assert_allclose(variables[1], before[1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [ADAM, DESCENT])
