@@ -27,6 +27,10 @@ from cpu3d.errors import raise_if_any
 from memory_estimator.common.schema import check, option
 from models.strides import Spacing3
 
+RESTORE = (
+    "restore it, or delete manifest.json, then repeat `prepare`, and each `store append` in its"
+    " order"
+)  # what to do about a damaged store
 SCHEMA = 2  # version of the store's layout and records; a store of another version is refused
 
 Count = Annotated[int, Meta(ge=0)]

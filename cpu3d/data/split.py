@@ -42,18 +42,11 @@ def split_hash(
 ) -> str:
     """A hash, in twelve hex digits, of the case ids of each split, of their voxels, of the case ids
     of given folds, and of a normalisation that is written."""
-    case_of = {case.case_id: case for case in cases}
-    digest = hashlib.sha256(b"{")  # of the JSON of all pairs, which is never in memory as a whole
-    for number, name in enumerate(SPLITS):
-        digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
-        for place, case_id in enumerate(sorted(split[name])):
-            voxels = None
-            if case_id in case_of:
-                case = case_of[case_id]
-                voxels = (case.image_voxels_sha256, case.label_voxels_sha256)
-            digest.update(f"{', ' if place else ''}{json.dumps([case_id, voxels])}".encode())
-        digest.update(b"]")
-    digest.update(b"}")
+    voxels = {case.case_id: (case.image_voxels_sha256, case.label_voxels_sha256) for case in cases}
+    pairs = {
+        name: [(case_id, voxels.get(case_id)) for case_id in sorted(split[name])] for name in SPLITS
+    }
+    digest = hashlib.sha256(json.dumps(pairs).encode())
     if folds:
         ids = [{name: sorted(fold[name]) for name in FOLD_SPLITS} for fold in folds]
         digest.update(json.dumps(ids).encode())

@@ -25,6 +25,7 @@ import msgspec
 from cpu3d.data.datasets.names import check_printable
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
+    RESTORE,
     SCHEMA,
     BareName,
     CaseRecord,
@@ -38,12 +39,6 @@ from cpu3d.data.split import SPLITS, split_hash
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_bytes, write_json
 from memory_estimator.common.files import read_record, read_regular, reason, typed
-
-ADVICE = (
-    "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its"
-    " order"
-)
-MADE_AGAIN = "run `prepare` again, or `store append` with the data set that has it"
 
 
 class Store:
@@ -108,34 +103,25 @@ def open_store(folder: Union[str, Path]) -> Store:
     record is not as it was written, or if the schema is another."""
     folder = Path(folder)
     manifest, sums = read_manifest(folder)
-    records, problems = read_records(folder, sums)
-    raise_if_any(problem for _, problem in sorted(problems.items()))
-    manifest = dataclasses.replace(manifest, cases=tuple(records.values()))
-    got = split_hash(manifest.split, manifest.cases, manifest.folds, manifest.normalisation)
-    if got != manifest.split_hash:
-        rule = f"split of store {folder} must have hash {manifest.split_hash}"
-        raise InputError(f"{rule}, got {got}; {ADVICE}")
-    return Store(folder, manifest)
-
-
-def read_records(
-    folder: Path, sums: Mapping[str, str]
-) -> Tuple[Dict[str, CaseRecord], Dict[str, str]]:
-    """The records of a store's cases by case id, whose SHA-256 are `sums`, and the problems of
-    those that are lost or damaged."""
-    records = {}
-    problems = {}
+    records = []
+    problems = []
     for case_id, sha256 in sorted(sums.items()):
         path = record_path(folder, case_id)
         try:
             content = read_regular(path)
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise ValueError("other bytes than were written")
-            records[case_id] = case_from_json(content)
+            records.append(case_from_json(content))
         except (OSError, ValueError) as error:
             rule = f"store file {path} must be the record of a case"
-            problems[case_id] = f"{rule}, got {reason(error)}; {MADE_AGAIN}"
-    return records, problems
+            problems.append(f"{rule}, got {reason(error)}; {RESTORE}")
+    raise_if_any(problems)
+    manifest = dataclasses.replace(manifest, cases=tuple(records))
+    got = split_hash(manifest.split, manifest.cases, manifest.folds, manifest.normalisation)
+    if got != manifest.split_hash:
+        rule = f"split of store {folder} must have hash {manifest.split_hash}"
+        raise InputError(f"{rule}, got {got}; {RESTORE}")
+    return Store(folder, manifest)
 
 
 def read_manifest(folder: Path) -> Tuple[Manifest, Dict[str, str]]:
@@ -153,7 +139,7 @@ def read_manifest(folder: Path) -> Tuple[Manifest, Dict[str, str]]:
         return manifest, sums
 
     try:
-        read = read_record(folder / "manifest.json", SCHEMA, checked, ADVICE, InputError)
+        read = read_record(folder / "manifest.json", SCHEMA, checked, RESTORE, InputError)
         manifest = read[0]
         names = (manifest.name, *manifest.channels, *manifest.labels.values(), *manifest.regions)
         check_printable(folder / "manifest.json", (*names, *read[1]))

@@ -8,7 +8,6 @@ for job, result in run_jobs(function, jobs, workers=4):
     ...
 """
 
-import collections
 import contextlib
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import FrameType
@@ -24,8 +23,6 @@ from typing import (
     IO,
     Any,
     Callable,
-    Deque,
-    Dict,
     Generator,
     Iterator,
     List,
@@ -37,8 +34,6 @@ from typing import (
 
 ROOT = Path(__file__).resolve().parents[2]  # holds the package; PROGRAM is started there
 PROGRAM = (sys.executable, "-m", "cpu3d")  # the command line, before its subcommand
-# The result of a job whose process was killed though it ran alone, most likely for lack of memory
-KILLED = object()
 
 _WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -131,65 +126,37 @@ def run_jobs(
     """Call `function(job)` for all jobs and yield (job, result) as they end: in `workers`
     processes, or here for one.
 
-    When a process dies, the jobs in flight are tried again one at a time: one that kills its
-    process even alone yields KILLED, and the rest continue with half the workers. Exceptions of
-    `function` are raised here. Closing the generator kills the processes. They are spawned, so
-    `function` and jobs must be picklable."""
-    if min(workers, len(jobs)) <= 1:
+    Exceptions of `function` are raised here; MemoryError if a process was killed, most likely for
+    lack of memory. Closing the generator kills the processes. They are spawned, so `function` and
+    jobs must be picklable."""
+    workers = min(workers, len(jobs))
+    if workers <= 1:
         for job in jobs:
             yield job, function(job)
         return
-    waiting = collections.deque(jobs)
-    while waiting:
-        lost = yield from _through_pool(function, waiting, min(workers, len(waiting)))
-        for job in lost:
-            if (yield from _through_pool(function, collections.deque([job]), 1)):
-                yield job, KILLED
-        workers = max(1, workers // 2)
-
-
-# --- Private helpers ---
-
-
-def _through_pool(
-    function: Callable[[Any], Any], waiting: Deque[Any], workers: int
-) -> Generator[Tuple[Any, Any], None, List[Any]]:
-    """Take jobs from `waiting` through a pool and yield (job, result). Returns the jobs in flight
-    when a process died.
-
-    No more jobs than workers are in flight, so few are tried again.
-    """
     earlier = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
     )
-    running: Dict[Future[Any], Any] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                running[_submit(pool, function, waiting[0])] = waiting[0]
-                waiting.popleft()
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                result = future.result()
-                yield running.pop(future), result
-        return []
+        # Processes start here and inherit what is blocked, so Ctrl-C reaches the parent alone.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            running = {pool.submit(function, job): job for job in jobs}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for future in as_completed(running):
+            yield running[future], future.result()
     except BrokenProcessPool:
-        return list(running.values())
+        raise MemoryError("a worker process was killed: use fewer --workers") from None
     finally:
-        pool.shutdown(wait=not running, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - earlier:
             child.terminate()
             child.join()
 
 
-def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any) -> "Future[Any]":
-    """Submit with SIGINT blocked: processes start here and inherit that, so Ctrl-C reaches the
-    parent alone."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return pool.submit(function, job)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+# --- Private helpers ---
 
 
 def _end_with_parent() -> None:

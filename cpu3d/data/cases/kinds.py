@@ -25,7 +25,7 @@ from cpu3d.data.normalise import (
 )
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.child import KILLED, run_jobs
+from cpu3d.util.child import run_jobs
 from cpu3d.util.progress import bar
 
 CT_NAMES = {
@@ -183,7 +183,7 @@ def _examined(
     with bar("examine", total=count) as advance:
         for _, outcome in run_jobs(_shares_of, jobs, workers):
             for name in left:
-                if outcome is not KILLED and name in outcome:
+                if name in outcome:
                     shares[name].append(outcome[name])
             advance()
     return {name: _by_shares(shares[name]) for name in left}

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, file_sha256, npy_header
-from cpu3d.data.manifest import CaseRecord, array_path
+from cpu3d.data.manifest import RESTORE, CaseRecord, array_path
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
@@ -108,20 +108,19 @@ class Reader:
             rule = f"case {record.case_id} must have a label"
             raise InputError(f"{rule}, got none in the store; choose a labelled case")
         path = array_path(self.folder, record, kind)
-        todo = "run `prepare` again"
         try:
             handle = open_regular(path)
         except FileNotFoundError:
-            raise InputError(f"store file {path} must exist, found none; {todo}") from None
+            raise InputError(f"store file {path} must exist, found none; {RESTORE}") from None
         except NotRegularError as error:
             rule = f"store file {path} must be a file"
-            raise InputError(f"{rule}, got {error.strerror}; {todo}") from None
+            raise InputError(f"{rule}, got {error.strerror}; {RESTORE}") from None
         try:
             file = _ArrayFile(record, kind, path, handle)
             size_bytes = os.fstat(handle).st_size
             if size_bytes != file.size_bytes:
                 rule = f"store file {path} must be {file.size_bytes} bytes long, got {size_bytes}"
-                raise InputError(f"{rule}; delete it and {todo}")
+                raise InputError(f"{rule}; {RESTORE}")
             file.check_header()
             yield file
         except OSError as error:  # an operation on a handle does not know the file's name
@@ -210,11 +209,10 @@ class _ArrayFile:
             if count == 0:
                 rule = f"store file {self.path} must be {self.size_bytes} bytes long"
                 got = f"its end at byte {offset + done} while it was read"
-                raise InputError(f"{rule}, got {got}; restore it, or run `prepare` again")
+                raise InputError(f"{rule}, got {got}; {RESTORE}")
             done += count
 
     def damaged(self, got: Any) -> InputError:
         """The error of a file that does not hold the array of its record."""
         rule = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
-        todo = "delete it and run `prepare` again"
-        return InputError(f"store file {self.path} must be {rule}, got {got}; {todo}")
+        return InputError(f"store file {self.path} must be {rule}, got {got}; {RESTORE}")

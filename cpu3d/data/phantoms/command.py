@@ -37,7 +37,7 @@ from cpu3d.data.region import Array, Shape3, require, xyz
 from cpu3d.data.stores.folder import claimed
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
-from cpu3d.util.child import KILLED, run_jobs, worker_count
+from cpu3d.util.child import run_jobs, worker_count
 from cpu3d.util.progress import bar, say
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
@@ -169,9 +169,7 @@ def write_phantom(
         results = run_jobs(job, range(cases), worker_count(workers))
         try:
             with contextlib.closing(results), bar("phantom", cases) as advance:
-                for _, result in results:
-                    if result is KILLED:
-                        raise MemoryError
+                for _ in results:
                     advance()
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"

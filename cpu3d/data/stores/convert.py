@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
+from typing import Dict, List, Optional, Sequence, Tuple, Union, cast
 
 import numpy as np
 
@@ -35,83 +35,54 @@ from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.errors import FULL, InputError, fault_of
 from cpu3d.util.atomic import atomic_write, remove_partials, write_bytes
-from cpu3d.util.child import KILLED, run_jobs
+from cpu3d.util.child import run_jobs
 from cpu3d.util.progress import bar
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 
 
-class Job(NamedTuple):
-    """A case to convert."""
-
-    files: CaseFiles
-    before: Optional[CaseRecord] = None  # in a finished store: its arrays are made as they were
-    is_new: bool = True  # whether it stays as it is if its arrays are there and good
-
-
 def convert(
-    dataset: Dataset, store_dir: Path, settings: StoreSettings, job: Job
+    dataset: Dataset, store_dir: Path, settings: StoreSettings, files: CaseFiles
 ) -> Union[CaseRecord, Tuple[str, ...]]:
-    """Write a case's arrays, then its record. A new case whose arrays are there and good stays as
-    it is.
+    """Write a case's arrays, then its record. A case whose arrays are there and good stays as it
+    is.
 
     Returns the record, or the problems of the case; with problems nothing is written. Raises
     OSError.
     """
-    files = job.files
-    record = _kept(store_dir, files, dataset.normalisation) if job.is_new else None
-    if record is None:
-        made = _made(dataset, store_dir, settings, job)
-        if not isinstance(made, CaseRecord):
-            return made
-        record = made
-    elif record.patient_id == files.patient_id:
-        return record
-    else:
+    record = _kept(store_dir, files, dataset.normalisation)
+    if record is not None:
         record = replace(record, patient_id=files.patient_id)
+    else:
+        try:
+            case = load_case(
+                files,
+                channels=dataset.channels,
+                labels=dataset.labels,
+                ignore=dataset.ignore,
+                dataset_folder=dataset.folder,
+                zero_nan=settings.zero_nan,
+                target_spacing_mm=settings.target_spacing_mm,
+                normalisation=dataset.normalisation,
+            )
+        except InputError as error:
+            return error.problems
+        # Any failure of one case, too little memory too, leaves the others to be converted.
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            todo = "repair it, leave it out, or use fewer --workers"
+            return (f"case {files.case_id} must be readable in memory, got {got}; {todo}",)
+        record = write_arrays(
+            store_dir,
+            case.record,
+            case.image,
+            case.label,
+            source_label=case.source_label,
+            format_=settings.format,
+            cropped=settings.crop,
+        )
     write_bytes(record_path(store_dir, record.case_id), record_bytes(record))
     return record
-
-
-def _made(
-    dataset: Dataset, store_dir: Path, settings: StoreSettings, job: Job
-) -> Union[CaseRecord, Tuple[str, ...]]:
-    """The record of a case whose arrays are written now, or its problems."""
-    files = job.files
-    before = job.before
-    rule = f"case {files.case_id} must"
-    try:
-        case = load_case(
-            files,
-            channels=dataset.channels,
-            labels=dataset.labels,
-            ignore=dataset.ignore,
-            dataset_folder=dataset.folder,
-            zero_nan=settings.zero_nan,
-            target_spacing_mm=settings.target_spacing_mm,
-            normalisation=dataset.normalisation,
-        )
-    except InputError as error:
-        return error.problems
-    # Any failure of one case, too little memory too, leaves the others to be converted.
-    except Exception as error:
-        got = f"{type(error).__name__}: {error}"
-        todo = "repair it, leave it out, or use fewer --workers"
-        return (f"{rule} be readable in memory, got {got}; {todo}",)
-    if before and _voxels(case.record) != _voxels(before):
-        got = "got others from the same files; use the versions in manifest.json"
-        return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
-    # A case may have been stored before its box was known.
-    was_whole = before is not None and before.stored == whole(before.shape)
-    return write_arrays(
-        store_dir,
-        before or case.record,
-        case.image,
-        case.label,
-        source_label=case.source_label,
-        format_=settings.format,
-        cropped=settings.crop and not was_whole,
-    )
 
 
 def header_problems(files: CaseFiles, channels: Sequence[str]) -> List[str]:
@@ -137,12 +108,6 @@ def header_problems(files: CaseFiles, channels: Sequence[str]) -> List[str]:
     return problems
 
 
-def _voxels(record: CaseRecord) -> Tuple[str, ...]:
-    source = record.resampled_from
-    of_source = source.label_voxels_sha256 if source else ""
-    return record.image_voxels_sha256, record.label_voxels_sha256, of_source
-
-
 def _kept(
     store_dir: Path, files: CaseFiles, normalisation: Sequence[Normalisation]
 ) -> Optional[CaseRecord]:
@@ -156,17 +121,11 @@ def _kept(
     # kind was made before it was known, or by another window.
     is_open = [each.low is None for each in normalisation if each.kind is Kind.CT]
     is_whole = record.box == record.stored == whole(record.shape)
-    if not same_sources(files, record) or (is_open and is_open[0] != is_whole):
+    if not same_files(files.paths, record.sources) or (is_open and is_open[0] != is_whole):
         return None
     if Reader(store_dir, "pread").problems(record, contents=True):
         return None
     return record
-
-
-def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
-    """Whether a case has the files that it was made from, by size and date, or by hash if the date
-    is another."""
-    return same_files(files.paths, record.sources)
 
 
 def same_files(paths: Sequence[Path], sources: Sequence[SourceFile]) -> bool:
@@ -234,37 +193,27 @@ def _write_array(path: Path, array: Array, format_: str) -> ArrayFile:
 
 
 def convert_all(
-    jobs: Sequence[Job],
+    cases: Sequence[CaseFiles],
     dataset: Dataset,
     store_dir: Path,
     settings: StoreSettings,
     workers: int,
-    check: Optional[Callable[[CaseRecord], None]] = None,
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
-    """The records of all good cases and the problems of the bad ones, by case id. `check` is called
-    with each record as it comes, and may raise InputError.
+    """The records of all good cases and the problems of the bad ones, by case id.
 
     Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are
-    kept."""
+    kept, and MemoryError as `run_jobs`."""
     records: Dict[str, CaseRecord] = {}
     problems: Problems = {}
-    if not jobs:
-        return records, problems
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
-    results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)
+    results = run_jobs(functools.partial(convert, bare, store_dir, settings), cases, workers)
     try:
-        with contextlib.closing(results), bar("prepare", total=len(jobs)) as advance:
-            for job, outcome in results:
-                case_id = job.files.case_id
+        with contextlib.closing(results), bar("prepare", total=len(cases)) as advance:
+            for files, outcome in results:
                 if isinstance(outcome, CaseRecord):
-                    records[case_id] = outcome
-                    if check:
-                        check(outcome)
-                elif outcome is KILLED:
-                    rule = f"case {case_id} must fit into memory, got a killed process"
-                    problems[case_id] = [f"{rule}; use fewer --workers"]
+                    records[files.case_id] = outcome
                 else:
-                    problems[case_id] = list(outcome)
+                    problems[files.case_id] = list(outcome)
                 advance()
     except (OSError, KeyboardInterrupt) as error:
         finished = list((store_dir / "cases").glob("*.json"))

@@ -53,7 +53,7 @@ from cpu3d.data.labels import (
 )
 from cpu3d.data.manifest import USUAL, Manifest, StoreSettings
 from cpu3d.data.split import Split, division_problems
-from cpu3d.data.store import Store, open_store, read_manifest
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.folder import (
     QUARANTINE,
     SOURCE,
@@ -72,10 +72,9 @@ from cpu3d.data.stores.splits import (
     split_sizes,
 )
 from cpu3d.data.stores.store_decisions import decided_table
-from cpu3d.data.stores.update import Update, still_lost, update, with_checked_headers
+from cpu3d.data.stores.update import check_known, make_store, with_checked_headers
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import worker_count
-from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count
 from memory_estimator.common.schema import option
@@ -182,12 +181,11 @@ def prepare(
     that are not to be learnt. `spacing` in mm takes the place of that in `settings`, as the option
     does.
 
-    A finished store stays as it is, but for cases whose files are gone or of another length, which
-    are made again, also if `store append` has added others; an unfinished one is continued with its
-    own `settings` only. Several workers are processes that import the calling script: guard its
-    start with `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad
-    data set or split, and a store of other content or settings; OSError when writing fails,
-    KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
+    A finished store stays as it is; an unfinished one is continued with its own `settings` only.
+    Several workers are processes that import the calling script: guard its start with
+    `if __name__ == "__main__"`. Raises InputError for bad cases unless `skip_bad`, a bad data set
+    or split, and a store of other content or settings; OSError when writing fails, MemoryError when
+    a worker was killed, KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
     workers = worker_count(workers)
     store_dir = Path(store_dir)
@@ -201,7 +199,7 @@ def prepare(
     is_finished = (store_dir / "manifest.json").exists()
     split: Split = {}
     if not is_finished:  # what names and headers tell is refused before anything is written
-        dataset = with_checked_headers(dataset, skip_bad=skip_bad)
+        dataset = with_checked_headers(dataset, skip_bad)
         patients_of = {case.case_id: case.patient_id for case in dataset.cases}
         split = splitting.split(patients_of)
         raise_if_any(division_problems(split, splitting.folds_of(patients_of), dataset.cases))
@@ -210,19 +208,14 @@ def prepare(
     if store_dir.resolve() == dataset.folder.resolve():
         rule = f"store {store_dir} must be another folder than the data set"
         raise InputError(f"{rule}, got the same; choose one")
-    asked = Update(
-        store_dir=store_dir,
-        dataset=dataset,
-        settings=settings,
-        workers=workers,
-        skip_bad=skip_bad,
-        splitting=splitting,
-        patients=patients,
-    )
     if is_finished:
-        return _finished_before(asked)
+        _check_unchanged(dataset, settings, splitting, patients, store_dir)
+        say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
+        return open_store(store_dir).manifest
     with claimed(store_dir, "store", SOURCE, identity(dataset, settings)):
-        manifest = update(asked).manifest
+        manifest = make_store(
+            store_dir, dataset, settings, splitting, workers=workers, skip_bad=skip_bad
+        )
     print_summary(store_dir)
     return manifest
 
@@ -241,13 +234,8 @@ def _folds_of(
     if splits is not None:
         folds = read_folds(splits)
         name = f"--splits {splits}"
-    check_folds(
-        name,
-        folds,
-        {case.case_id: case.patient_id for case in dataset.cases},
-        unlabelled=[case.case_id for case in dataset.cases if case.label is None],
-        bad=dataset.problems,
-    )
+    labelled = [case.case_id for case in dataset.cases if case.label]
+    check_folds(name, folds, labelled, bad=dataset.problems)
     return folds
 
 
@@ -282,19 +270,28 @@ def _with_spacing(
     return replace(settings, target_spacing_mm=target)
 
 
-def _finished_before(asked: Update) -> Manifest:
-    """The manifest of a finished store, whose lost files are made again; all else stays. Raises
-    InputError for what would change its content."""
-    store_dir = asked.store_dir
-    dataset = asked.dataset
-    before = read_manifest(store_dir)[0]
-    begun = identity(before, before.settings)
-    check_same(store_dir, "store", begun, identity(dataset, asked.settings))
-    with locked(store_dir, "store"):
-        done = update(replace(asked, grows=False))
+def _check_unchanged(
+    dataset: Dataset,
+    settings: StoreSettings,
+    splitting: Splitting,
+    patients: Optional[Path],
+    store_dir: Path,
+) -> None:
+    """Raise InputError for damage to a finished store, and for what it would be made of otherwise
+    now."""
+    store = open_store(store_dir)
+    manifest = store.manifest
+    begun = identity(manifest, manifest.settings)
+    check_same(store_dir, "store", begun, identity(dataset, settings))
+    check_known(store, dataset, patients)
     rule = f"store {store_dir} is finished and must keep its content, but"
-    manifest = done.manifest
-    changes = []
+    own = {record.case_id for record in manifest.cases}
+    left_out = read_quarantine(store_dir)
+    changes = [
+        f"{rule} case {files.case_id} is new"
+        for files in dataset.cases
+        if files.case_id not in own and files.case_id not in left_out
+    ]
     regions = regions_in(dataset, manifest.labels)
     if regions != manifest.regions:
         got = f"{regions_in_words(regions)}, not {regions_in_words(manifest.regions)}"
@@ -303,7 +300,7 @@ def _finished_before(asked: Update) -> Manifest:
         kept = painting_in_words(manifest.regions, manifest.paint)
         got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
         changes.append(f"{rule} regions_class_order is now {got}")
-    if asked.splitting.differs(manifest, {files.case_id for files in dataset.cases}):
+    if splitting.differs(manifest, {files.case_id for files in dataset.cases}):
         kept = f"{split_sizes(manifest)}, seed {manifest.split_seed}"
         if manifest.folds:
             kept = f"the {len(manifest.folds)} folds of its --splits"
@@ -311,13 +308,6 @@ def _finished_before(asked: Update) -> Manifest:
     if changes:
         todo = "give another --store for the new content, or add new cases with `store append`"
         raise InputError(*changes, f"{todo}; its content is untouched")
-    if done.repaired:
-        say(f"Made again: {', '.join(done.repaired)}", stderr=False)
-        print_summary(store_dir)
-    else:
-        say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
-    say(*still_lost(done, store_dir, dataset.folder))
-    return manifest
 
 
 def _announce(dataset: Dataset) -> None:

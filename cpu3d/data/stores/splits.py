@@ -6,7 +6,7 @@ them into splits_final.json; the store keeps them."""
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -18,7 +18,6 @@ from typing import (
     Iterator,
     List,
     Mapping,
-    Optional,
     Sequence,
     Set,
     Tuple,
@@ -144,17 +143,18 @@ class Splitting:
 
     def differs(self, manifest: Manifest, case_ids: Container[str]) -> bool:
         """Whether this is another division of these cases of a store than it has."""
+        if not self.folds:
+            asked = (self.seed, self.shares)
+            return bool(manifest.folds) or asked != (manifest.split_seed, manifest.shares)
         patients = {}
         for record in manifest.cases:
             if record.case_id in case_ids:
                 patients[record.case_id] = record.patient_id
-        if not self.folds:
-            is_drawn = not manifest.folds
-            asked = (self.seed, self.shares)
-            return not is_drawn or asked != (manifest.split_seed, manifest.shares)
-        given = (self.split(patients), *self.folds_of(patients))
-        kept = (manifest.split, *manifest.folds)
-        return len(given) != len(kept) or any(map(_disagree, given, kept))
+        kept = {
+            name: tuple(case_id for case_id in ids if case_id in patients)
+            for name, ids in manifest.split.items()
+        }
+        return (self.split(patients), self.folds_of(patients)) != (kept, manifest.folds)
 
     def folds_of(self, patients: Mapping[str, str]) -> Tuple[Split, ...]:
         """The given folds without the cases that the store lacks; none of a fixed division. Raises
@@ -173,17 +173,16 @@ class Splitting:
         return tuple(folds) if len(folds) > 1 else ()
 
 
-class _Division(msgspec.Struct):
+class _Division(msgspec.Struct, forbid_unknown_fields=True):
     """A fold as a file has it, or a fixed division."""
 
     train: Annotated[List[str], msgspec.Meta(min_length=1)]
     val: Annotated[List[str], msgspec.Meta(min_length=1)]
-    test: Optional[List[str]] = None
 
 
 def read_folds(path: Path) -> Tuple[Split, ...]:
     """The folds in a file as nnU-Net's splits_final.json: a list of {"train": [ids], "val": [ids]}.
-    A single one, in a list or not, is a fixed division. "test" may name the cases of no fold.
+    A single one, in a list or not, is a fixed division.
 
     Ids may end in .nii.gz. Raises InputError for other content."""
     try:
@@ -197,36 +196,24 @@ def read_folds(path: Path) -> Tuple[Split, ...]:
     folds = []
     for division in divisions:
         fold = {}
-        for name in SPLITS:
-            ids = getattr(division, name)
-            if ids is not None:
-                fold[name] = tuple(sorted(stem_of(Path(case_id)) for case_id in ids))
-                check_printable(f"--splits {path}", fold[name])
+        for side in FOLD_SPLITS:
+            ids = getattr(division, side)
+            fold[side] = tuple(sorted(stem_of(Path(case_id)) for case_id in ids))
+            check_printable(f"--splits {path}", fold[side])
         folds.append(fold)
     return tuple(folds)
 
 
 def check_folds(
-    name: str,
-    folds: Sequence[Split],
-    patients: Mapping[str, str],
-    *,
-    unlabelled: Collection[str] = (),
-    bad: Collection[str] = (),
+    name: str, folds: Sequence[Split], labelled: Collection[str], bad: Collection[str] = ()
 ) -> None:
     """Raise InputError with all problems of folds that the source `name` gives: ids that are no
-    labelled case of the data set, a case twice in a fold or held out by two folds, and where they
-    name test cases, other ones in a fold, and a case in no part. `patients` maps the id of each
-    good case of the data set to its patient; `bad` are its other cases, which may be named too."""
+    `labelled` case of the data set, and cases that are twice in a fold or held out by two. `bad`
+    are its cases that cannot be used, which may be named too."""
     problems = []
-    named = _named_by(folds)
-    everyone = {case_id for fold in folds for ids in fold.values() for case_id in ids}
-    for case_id in sorted(everyone):
-        own = f"case {case_id} of {name}"
-        if case_id in unlabelled and case_id in named:
-            problems.append(f"{own} must have a label, got none; take it out of the folds")
-        elif case_id not in patients and case_id not in bad:
-            problems.append(f"{own} must be in the data set, got no such case; correct the id")
+    for case_id in sorted(_named_by(folds) - {*labelled, *bad}):
+        rule = f"case {case_id} of {name} must be a case with a label"
+        problems.append(f"{rule}, got none of the data set; correct the id or take it out")
     for number, fold in enumerate(folds, 1):
         times = Counter(case_id for ids in fold.values() for case_id in ids)
         rule = f"must be in fold {number} of {name} once"
@@ -236,27 +223,12 @@ def check_folds(
             if n > 1
         ]
     held_out = Counter(case_id for fold in folds for case_id in {*fold["val"]})
-    rule = f"must be held out by one fold of {name}"
     problems += [
-        f"case {case_id} {rule}, got {n}; keep it in val of one"
+        f"case {case_id} must be in val of one fold of {name}, got {n} folds; keep one"
         for case_id, n in sorted(held_out.items())
         if n > 1
     ]
-    if len({fold.get("test") for fold in folds}) > 1:
-        problems.append(f"test of {name} must be the same in all folds, got others; correct it")
-    elif "test" in folds[0]:
-        rule = f"must be in train, val or test of {name}"
-        absent = sorted(set(patients) - everyone)
-        problems += [f"case {case_id} {rule}, got none; add it to one" for case_id in absent]
     raise_if_any(problems)
-
-
-def _disagree(first: Split, second: Split) -> bool:
-    """Whether two divisions have a case in different parts."""
-    part_of = {case_id: name for name, ids in first.items() for case_id in ids}
-    return any(
-        part_of.get(case_id, name) != name for name, ids in second.items() for case_id in ids
-    )
 
 
 def _named_by(folds: Iterable[Split]) -> Set[str]:
@@ -275,27 +247,3 @@ def describe_folds(folds: Sequence[Split], split: Split) -> List[str]:
     if split["test"]:
         lines.append(f"{count(split['test'], 'case')} in no fold: the split test")
     return lines
-
-
-def add_to_folds(
-    split: Split, folds: Sequence[Split], patients: Mapping[str, str], new: Mapping[str, str]
-) -> Tuple[Split, Tuple[Split, ...]]:
-    """The split and the given folds with the new cases in them. `patients` and `new` map case id
-    -> patient id.
-
-    A case of a known patient goes where that patient's cases are; every fold trains on the others,
-    and none holds them out.
-    """
-    known = set(patients.values())
-
-    def grown(old: Split) -> Split:
-        place = {patients[case_id]: name for name in old for case_id in old[name]}
-        added: Dict[str, List[str]] = defaultdict(list)
-        for case_id, patient in new.items():
-            if patient not in known:
-                added["train"].append(case_id)
-            elif patient in place:  # else all cases of the patient are in no fold
-                added[place[patient]].append(case_id)
-        return {name: tuple(sorted([*ids, *added[name]])) for name, ids in old.items()}
-
-    return grown(split), tuple(map(grown, folds))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.util.child import KILLED, run_jobs
+from cpu3d.util.child import run_jobs
 
 DIE = "__import__('os')._exit(9)"
 SLEEP = "__import__('time').sleep(60)"
@@ -24,11 +24,15 @@ for _ in run_jobs(eval, sys.argv[1:], 2):
 """
 
 
-def test_jobs_whose_process_dies_are_tried_again_alone_and_the_others_are_done(tmp_path):
-    marker = repr(str(tmp_path / "tried"))
-    once = f"__import__('os').path.exists({marker}) or (open({marker}, 'w').close(), {DIE})"
-    assert dict(run_jobs(eval, [once, "1 + 1"], 2)) == {once: True, "1 + 1": 2}
-    assert dict(run_jobs(eval, ["1 + 1", DIE, "3 + 3"], 2)) == {"1 + 1": 2, DIE: KILLED, "3 + 3": 6}
+def test_a_process_that_is_killed_is_an_error_with_what_to_do():
+    with pytest.raises(MemoryError, match="use fewer --workers"):
+        list(run_jobs(eval, ["1 + 1", DIE, "3 + 3"], 2))
+    assert workers_left() == []
+    assert dict(run_jobs(eval, ["1 + 1", "2 + 2", "3 + 3"], 2)) == {
+        "1 + 1": 2,
+        "2 + 2": 4,
+        "3 + 3": 6,
+    }
 
 
 def workers_left():

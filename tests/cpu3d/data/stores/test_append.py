@@ -1,5 +1,5 @@
-import json
 import os
+import shutil
 from collections import Counter
 
 import nibabel
@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
-from cpu3d.data.datasets.names import channel_key
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.folder import settings_of
+from cpu3d.data.stores.folder import read_quarantine, settings_of
 from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.data.stores.splits import deal_cases
 from cpu3d.data.stores.upkeep import append, verify
@@ -49,74 +48,69 @@ def store(data):
 @pytest.mark.parametrize("settings", [StoreSettings(), StoreSettings("b2nd", crop=True)])
 def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
     store = data / "store"
-    prepare(data / "few", store, fractions=(1, 1, 1), workers=1, settings=settings)
-    prepare(data / "many", data / "direct", fractions=(1, 1, 1), workers=1, settings=settings)
-    old = open_store(store)
+    how = {"fractions": (1, 1, 1), "workers": 1, "settings": settings}
+    prepare(data / "few", store, **how)
+    prepare(data / "many", data / "direct", **how)
+    old = open_store(store).manifest
     before = content_of(store / "cases")
     done = append(store, data / "many", workers=1)
     assert (done.new, done.known, done.bad) == (IDS[3:], IDS[:3], ())
-    new = open_store(store)
-    assert new.manifest == done.manifest
+    new = open_store(store).manifest
+    assert new == done.manifest
     assert before.items() <= content_of(store / "cases").items()
     assert content_of(store / "cases") == content_of(data / "direct/cases")
-    assert all(set(old.manifest.split[name]) < set(new.manifest.split[name]) for name in SPLITS)
-    assert [len(new.manifest.split[name]) for name in SPLITS] == [2, 2, 2]
-    assert new.manifest.split_hash != old.manifest.split_hash
+    assert all(set(old.split[name]) < set(new.split[name]) for name in SPLITS)
+    assert [len(new.split[name]) for name in SPLITS] == [2, 2, 2]
+    assert new.split_hash != old.split_hash
     assert (settings_of(store), verify(store, workers=1)) == (settings, ())
-    assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
+
+
+def test_damaged_files_of_a_grown_store_come_back_by_the_same_commands_in_their_order(data, store):
+    append(store, data / "many", workers=1)
+    before = content_of(store)
+    (store / "cases/BRATS_001.x.npy").unlink()
+    (store / "cases/BRATS_004.json").unlink()
+    with pytest.raises(InputError, match=r"BRATS_004\.json.*delete manifest\.json, then repeat"):
+        append(store, data / "many", workers=1)
+    (store / "manifest.json").unlink()
+    prepare(data / "few", store, fractions=(1, 1, 1), workers=1)
+    append(store, data / "many", workers=1)
+    assert content_of(store) == before
 
 
 def test_ids_that_stand_for_other_files_are_refused(data, store):
     write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
     before = content_of(store)
-    with pytest.raises(
-        InputError,
-        match=r"case BRATS_001 must be the one of store .*, got other files, BRATS_001\.nii\.gz",
-    ):
+    with pytest.raises(InputError, match=r"case BRATS_001 must be the one of store .*001\.nii\.gz"):
         append(store, data / "many", workers=1)
     assert content_of(store) == before
 
 
 @pytest.mark.parametrize(
-    ("field", "content", "rule"),
+    ("field", "content"),
     [
-        (
-            "labels",
-            {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"},
-            "labels of .*necrosis",
-        ),
-        (
-            "modality",
-            {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "ADC"},
-            "channels of .*FLAIR, T1w, t1gd, T2w.* ADC",
-        ),
+        ("labels", {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}),
+        ("modality", {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "ADC"}),
     ],
 )
-def test_other_channels_or_labels_are_refused(data, store, field, content, rule):
+def test_other_channels_or_labels_are_refused(data, store, field, content):
     others = decathlon(data / "others", 1, **{field: content})
-    with pytest.raises(InputError, match=rule):
+    with pytest.raises(InputError, match=list(content.values())[-2]):
         append(store, others, workers=1)
 
 
-@pytest.mark.parametrize("names", ["T2w T1-Gd flair t1n", "ADC T2w t1ce FLAIR T1"])
-def test_channels_in_another_order_are_taken_by_name(data, store, names):
-    names = names.split()
-    keys = [channel_key(name) for name in names]
-    others = decathlon(data / "others", 2, modality={str(n): name for n, name in enumerate(names)})
-    expected = {}
-    for path in (others / "imagesTr").iterdir():
-        voxels = [tiny_image(100 + number + len(expected)) for number in range(len(names))]
-        new = write_nifti(path.with_name(f"new_{path.name}"), np.stack(voxels, -1))
-        path.unlink()
-        label = others / "labelsTr" / path.name
-        label.rename(label.with_name(new.name))
-        places = [keys.index(name) for name in ("FLAIR", "T1w", "T1gd", "T2w")]
-        expected[new.name[:-7]] = np.stack([voxels[place] for place in places], -1)
-    text = (others / "dataset.json").read_text().replace("/BRATS", "/new_BRATS")
-    (others / "dataset.json").write_text(text)
+def test_channels_in_another_order_are_taken_by_name(data, store):
+    names = ("T2w", "T1-Gd", "flair", "t1n")
+    others = decathlon(data / "others", 4, modality=dict(zip("0123", names)))
+    voxels = [tiny_image(100 + number) for number in range(4)]
+    write_nifti(others / "imagesTr/BRATS_003.nii.gz", np.stack(voxels, -1))
+    for number in range(3):
+        for kind in ("imagesTr", "labelsTr"):
+            name = f"{kind}/BRATS_00{number}.nii.gz"
+            shutil.copy2(data / "few" / name, others / name)
     append(store, others, workers=1)
-    for case_id, image in expected.items():
-        np.testing.assert_array_equal(open_store(store).image(case_id), image)
+    expected = np.stack([voxels[index] for index in (2, 3, 1, 0)], -1)
+    np.testing.assert_array_equal(open_store(store).image("BRATS_003"), expected)
 
 
 def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(
@@ -125,41 +119,17 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     before = open_store(store).manifest
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
     (data / "many/labelsTr/BRATS_004.nii.gz").unlink()
-    with pytest.raises(InputError, match="got 2 bad cases") as caught:
+    with pytest.raises(InputError, match="got 2 bad cases"):
         append(store, data / "many", workers=1)
-    assert ["BRATS_003" in problem for problem in caught.value.problems] == [True, False, False]
     assert open_store(store).manifest == before
-    command = [
-        "store",
-        "append",
-        "--store",
-        str(store),
-        "--workers",
-        "1",
-        "--skip-bad",
-        "--dataset",
-    ]
-    assert main([*command, str(data / "many")]) == 0
+    command = ["store", "append", "--store", str(store), "--workers", "1", "--skip-bad"]
+    assert main([*command, "--dataset", str(data / "many")]) == 0
     after = open_store(store).manifest
     printed = capsys.readouterr().out
     assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]
-    for words in (
-        "1 new case, 3 cases",
-        "2 bad cases",
-        f"{before.split_hash} before, {after.split_hash} now",
-    ):
-        assert words in printed
-    assert main([*command, str(data / "few")]) == 0
-    printed = capsys.readouterr().out
-    assert "0 new cases, 3 cases" in printed
-    assert "left out" not in printed
-    assert "before" not in printed, "the split is what it was"
-    assert open_store(store).manifest == after
-    listed = [
-        json.loads(line)["case_id"]
-        for line in (store / "quarantine.jsonl").read_text().splitlines()
-    ]
-    assert listed == ["BRATS_003", "BRATS_004"]
+    assert all(word in printed for word in ("1 new case", "2 bad cases", after.split_hash))
+    assert append(store, data / "few", workers=1).manifest == after
+    assert sorted(read_quarantine(store)) == ["BRATS_003", "BRATS_004"]
 
 
 @given(
@@ -194,19 +164,13 @@ def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient
         assert abs(now - count / sum(have) * total) < 1
 
 
-def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_region(tmp_path):
+def test_a_case_with_a_label_that_the_store_lacks_does_not_join_it(tmp_path):
     for name in ("few/BraTS-GLI-00005-100", "more/BraTS-GLI-00006-100", "more/BraTS-GLI-00007-100"):
         files = brats_case(tmp_path / name)
     write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
     prepare(tmp_path / "few", tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    with pytest.raises(
-        InputError, match=r"BraTS-GLI-00007-100.* must hold only the codes .*, got 4 \(1 voxels\)"
-    ):
-        append(tmp_path / "store", tmp_path / "more", workers=1)
     done = append(tmp_path / "store", tmp_path / "more", workers=1, skip_bad=True)
     assert (done.new, done.bad) == (("BraTS-GLI-00006-100",), ("BraTS-GLI-00007-100",))
-    assert verify(tmp_path / "store", workers=1) == ()
-    assert "RC" not in done.manifest.regions
     prepare(tmp_path / "more", tmp_path / "rc", fractions=(1, 0, 0), workers=1)
     assert append(tmp_path / "rc", tmp_path / "few", workers=1).manifest.regions["RC"] == (4,)
 
@@ -215,12 +179,9 @@ def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_g
     for path in sorted((data / "few").rglob("*.nii.gz")):
         write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))
     prepare(data / "few", data / "store", fractions=(1, 1, 1), workers=1)
-    names = [f"BRATS_{number:03d}.nii.gz" for number in range(3, 6)]
-    training = [{"image": f"imagesTr/{name}", "label": f"labelsTr/{name}"} for name in names]
-    new = decathlon(data / "new", 6, training=training)
-    with pytest.raises(InputError) as caught:
-        append(data / "store", new, workers=1)
-    refused = [
-        problem.split()[1] for problem in caught.value.problems if "must not give" in problem
-    ]
-    assert refused == ["BRATS_003", "BRATS_004", "BRATS_005"]
+    for number in range(3):
+        for kind in ("imagesTr", "labelsTr"):
+            name = f"{kind}/BRATS_00{number}.nii.gz"
+            shutil.copy2(data / "few" / name, data / "many" / name)
+    done = append(data / "store", data / "many", workers=1, skip_bad=True)
+    assert (done.new, done.bad) == ((), IDS[3:])

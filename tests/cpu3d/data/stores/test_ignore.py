@@ -30,6 +30,10 @@ def sparse_label(*, annotated=slice(None, None, 2), code=200):
     return label
 
 
+def full_image(seed, shape):
+    return np.random.default_rng(seed).integers(1, 99, shape).astype(np.int16)
+
+
 def one_channel(folder, labels=LABELS, names=("c_0", "c_1"), voxels=None):
     """A data set of 3D images whose labels are `voxels`."""
     entries = [{kind: f"{kind}sTr/{name}.nii.gz" for kind in ("image", "label")} for name in names]
@@ -57,15 +61,13 @@ def test_a_label_whose_name_says_so_is_in_no_region_and_keeps_its_name(tmp_path,
         (LABELS, 0, "got 0"),
         (LABELS, 1, "200 ignore, got 1"),
         ({"0": "background", "1": "tumour"}, 1, "got 1"),
-        ({"0": "background", "1": "void"}, None, "got 1"),
         ({**LABELS, "201": "void"}, None, "200 ignore, 201 void"),
     ],
 )
-def test_a_code_that_cannot_be_ignored_is_refused_in_one_line(tmp_path, labels, ignore, got):
+def test_a_code_that_cannot_be_ignored_is_refused(tmp_path, labels, ignore, got):
     data = one_channel(tmp_path / "data", labels)
-    with pytest.raises(InputError, match=got) as error:
+    with pytest.raises(InputError, match=got):
         prepare(data, tmp_path / "store", **ALL, ignore=ignore)
-    assert len(error.value.problems) == 1
     assert not (tmp_path / "store").exists()
 
 
@@ -73,33 +75,19 @@ def test_a_case_without_an_annotated_voxel_where_its_image_is_is_refused(tmp_pat
     label = sparse_label(annotated=slice(0, 1))  # a slice of air
     label[label == 1] = 0
     data = one_channel(tmp_path / "data", voxels=label)
-    with pytest.raises(
-        InputError, match=r"c_0\.nii\.gz must have annotated voxels, got 200"
-    ) as bad:
+    with pytest.raises(InputError, match=r"c_0\.nii\.gz must have annotated voxels, got 200"):
         prepare(data, tmp_path / "store", **ALL)
-    assert sum("c_0" in problem for problem in bad.value.problems) == 1
 
 
-def sparse_set(folder, *, step, side=24):
-    """Cases of which every `step`th slice is annotated."""
-    label = np.full((side, side, side), 200, np.uint8)
-    label[..., ::step] = 0
-    label[8:16, 8:16, ::step] = 1
-    data = one_channel(folder, voxels=label)
-    for seed, path in enumerate(sorted((data / "imagesTr").iterdir())):
-        image = np.random.default_rng(seed).integers(1, 99, label.shape)
-        write_nifti(path, image.astype(np.int16))
-    return data
-
-
-def test_annotation_that_resampling_would_lose_altogether_is_refused_with_the_way_out(tmp_path):
-    data = sparse_set(tmp_path / "data", step=4)
-    with pytest.raises(InputError) as error:
+def test_annotation_that_resampling_would_lose_altogether_is_refused(tmp_path):
+    label = np.full((24, 24, 24), 200, np.uint8)
+    label[..., ::4] = 0
+    label[8:16, 8:16, ::4] = 1
+    data = one_channel(tmp_path / "data", voxels=label)
+    for path in (data / "imagesTr").iterdir():
+        write_nifti(path, full_image(int(path.name[2]), label.shape))
+    with pytest.raises(InputError, match=r"annotated voxels.*resample it less with --spacing"):
         prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, 3.0))
-    problems = [problem for problem in error.value.problems if "c_0" in problem]
-    assert len(problems) == 1
-    for word in ("annotated voxels", "1 x 1 x 3 mm", "resample it less with --spacing"):
-        assert word in problems[0]
     prepare(data, tmp_path / "kept", **ALL, spacing=Keep.OFF)
 
 
@@ -117,27 +105,22 @@ def test_the_box_is_that_of_image_and_annotated_voxels_and_around_it_is_backgrou
     assert verify(tmp_path / "store", workers=1) == ()
 
 
-def test_more_cases_and_lost_files_come_with_the_same_code_ignored(tmp_path):
+def test_more_cases_come_with_the_same_code_ignored(tmp_path):
     labels = {"0": "background", "1": "tumour", "2": "rest", "200": "oedema"}
-    whole = {"labels": labels, "voxels": sparse_label()}
-    data = one_channel(tmp_path / "data", **whole)
     store = tmp_path / "store"
-    manifest = prepare(data, store, **ALL, ignore=200)
-    (store / "cases/c_0.y.npy").unlink()
-    more = one_channel(tmp_path / "more", names=("d_0", "c_0"), **whole)
-    (more / "imagesTr/c_0.nii.gz").write_bytes((data / "imagesTr/c_0.nii.gz").read_bytes())
-    (more / "labelsTr/c_0.nii.gz").write_bytes((data / "labelsTr/c_0.nii.gz").read_bytes())
+    prepare(one_channel(tmp_path / "data", labels), store, **ALL, ignore=200)
+    more = one_channel(tmp_path / "more", labels, names=("d_0",))
+    write_nifti(more / "imagesTr/d_0.nii.gz", tiny_image(7))
     done = append(store, more, workers=1)
-    assert (done.new, done.repaired, done.manifest.ignore) == (("d_0",), ("c_0",), 200)
-    assert verify(store, workers=1) == ()
-    assert done.manifest.cases[0] == manifest.cases[0]
+    assert (done.new, done.manifest.ignore) == (("d_0",), 200)
+    assert "200" not in str(done.manifest.regions)
     other = one_channel(tmp_path / "other", {**labels, "200": "ignore"}, names=("e_0",))
     with pytest.raises(InputError, match="labels"):
         append(store, other, workers=1)
 
 
 @pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize(("first", "then"), [(2, None), (None, 2), (2, 1)])
+@pytest.mark.parametrize(("first", "then"), [(2, None), (None, 2)])
 def test_a_store_is_continued_with_the_code_that_it_was_begun_with(tmp_path, finished, first, then):
     labels = {"0": "background", "1": "tumour", "2": "rest", "3": "more"}
     voxels = tiny_label(1, 2, 3)
@@ -196,31 +179,23 @@ def test_a_random_patch_without_an_annotated_voxel_is_drawn_again(tmp_path, side
     label = np.full((40, 40, 40), 200, np.uint8)
     label[:side, :side, :side] = 0
     label[2, 2, 2] = code
-    image = np.random.default_rng(0).integers(1, 99, label.shape).astype(np.int16)
     data = one_channel(tmp_path / "data", names=("c_0",), voxels=label)
-    write_nifti(data / "imagesTr/c_0.nii.gz", image)
+    write_nifti(data / "imagesTr/c_0.nii.gz", full_image(0, label.shape))
     prepare(data, tmp_path / "store", **ALL)
     store = open_store(tmp_path / "store")
     options = {"sampling": "random", "seed": 3}
-    patches = list(patch_dataset(store, (8, 8, 8), **options, stop=20))
-    annotated = [(target.numpy() != IGNORED).any() for _, target in patches]
-    assert sum(annotated) >= least
-    again = patch_dataset(store, (8, 8, 8), **options, start=13, stop=20, threads=2)
-    for own, other in zip(again, patches[13:]):
-        for ours, theirs in zip(own, other):
-            np.testing.assert_array_equal(ours, theirs)
     sampling = patch_sampling(store, (8, 8, 8), **options)
-    records = store.cases("train")
-    first = patch_at(5, sampling, records)
-    assert patch_at(5, sampling, records, 0) == first
-    others = {patch_at(5, sampling, records, attempt).region.start for attempt in range(1, 5)}
-    assert len(others | {first.region.start}) == 5
     used = [patch_drawn(store, position, sampling).region.start for position in range(20)]
-    assert used != [patch_at(position, sampling, records).region.start for position in range(20)]
+    once = [patch_at(number, sampling, store.cases("train")).region.start for number in range(20)]
+    assert used != once
     ignored = label == 200
+    annotated = 0
+    patches = patch_dataset(store, (8, 8, 8), **options, stop=20)
     for (_, target), (x, y, z) in zip(patches, used):
         expected = ignored[x : x + 8, y : y + 8, z : z + 8]
         np.testing.assert_array_equal(target[0, ..., 0] == IGNORED, expected)
+        annotated += not expected.all()
+    assert annotated >= least
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,10 @@ def test_the_split_is_the_one_it_has_always_been():
 @pytest.mark.parametrize(
     ("patients", "fractions", "sizes"),
     [
-        (10, (0.8, 0.1, 0.1), (8, 1, 1)),
         (4, (0.8, 0.1, 0.1), (2, 1, 1)),
         (484, (0.8, 0.1, 0.1), (387, 49, 48)),
         (5, (0, 0, 1), (0, 0, 5)),
         (4, (0.02, 0.49, 0.49), (1, 2, 1)),
-        (30, (80, 10, 10), (24, 3, 3)),
         (30, (33.3, 33.3, 33.4), (10, 10, 10)),
     ],
 )
@@ -101,27 +99,16 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
 
 def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(tiny_store):
     before = tiny_store.manifest
-    held_out = []
-    for part in range(1, 5):
-        view = with_fold(tiny_store, f"{part}/4")
-        held_out += view.manifest.split["val"]
-        assert sorted(view.manifest.split["train"] + view.manifest.split["val"]) == [
-            "a",
-            "b",
-            "c",
-            "d",
-        ]
-        assert [record.case_id for record in view.cases("val")] == list(view.manifest.split["val"])
-        assert [record.case_id for record in view.cases("test")] == ["e", "f"]
-        assert view.manifest.split_hash == before.split_hash
-    assert sorted(held_out) == ["a", "b", "c", "d"]
+    views = [with_fold(tiny_store, f"{part}/4").manifest for part in range(1, 5)]
+    assert sorted(sum((view.split["val"] for view in views), ())) == ["a", "b", "c", "d"]
+    for view in views:
+        assert sorted(view.split["train"] + view.split["val"]) == ["a", "b", "c", "d"]
+        assert (view.split["test"], view.split_hash) == (("e", "f"), before.split_hash)
     assert tiny_store.manifest == before
     assert with_fold(tiny_store, "") is tiny_store
 
 
 # --- Patients: no patient and no image is in two splits ---
-
-EACH_ONE = {"fractions": (1, 1, 1), "workers": 1}
 
 
 @pytest.fixture
@@ -151,34 +138,25 @@ def dataset(tmp_path):
         ("Brats18_TCIA01_131_1", "Brats18_TCIA01_131"),
         ("TCGA-02-0006_2000.01.01", "TCGA-02-0006"),
         ("sub-01_ses-02", "sub-01"),
-        ("sub-strokecase0001_ses-0001", "sub-strokecase0001"),
         ("patient001_frame01", "patient001"),
         ("Patient-001_week-000-1", "Patient-001"),
         ("UCSF-PDGM-0409_FU002d", "UCSF-PDGM-0409"),
-        ("UPENN-GBM-00001_11", "UPENN-GBM-00001"),
         ("PatientID_0003_Timepoint_1", "PatientID_0003"),
         ("A0S9V9_sa_ED", "A0S9V9"),
         ("001_pre-op", "001"),
         ("OAS30001_MR_d0129", "OAS30001"),
-        ("UCSF-PDGM-0409_FU002d_nifti", "UCSF-PDGM-0409"),
         ("UCSF-PDGM-0409_nifti", "UCSF-PDGM-0409"),
         ("2_midRT", "2"),
         ("p1_2000-01-01", "p1"),
-        ("p1_M12", "p1"),
         ("site1_day1_p1", None),
-        ("cohort1_week0_007", None),
         ("case_00012_T1", None),
         ("10000_1000000", "10000"),
         ("BRATS_001", None),
-        ("hippocampus_001", None),
-        ("Case00", None),
         ("LUNG1-001", None),
-        ("CHUM-001", None),
         ("sub-001-002", None),
         ("lung_frame_1", None),
         ("ES_001", None),
         ("FLARE22_Tr_0001", None),
-        ("spleen-0001-002", None),
         ("BraTS-GLI-00005-1000", None),
     ],
 )
@@ -193,23 +171,13 @@ def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(dataset):
     assert [rule == UNKNOWN for rule in found.patient_rules.values()] == [False, False, True]
 
 
-def test_two_names_that_begin_alike_are_shown_where_names_do_not_tell_the_patient(
-    tmp_path, dataset, capsys
-):
-    prepare(dataset("p1x2", "p1x1", "q7"), tmp_path / "store", workers=1)
-    assert "as perhaps p1x1 and p1x2, name them with --patients" in capsys.readouterr().out
-
-
-def without_labels(manifest, case_ids):
-    cases = [
-        dataclasses.replace(case, label_voxels={}) if case.case_id in case_ids else case
-        for case in manifest.cases
-    ]
-    return dataclasses.replace(manifest, cases=tuple(cases))
-
-
 def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
-    store = Store(tiny_store.folder, without_labels(tiny_store.manifest, "be"))
+    cases = [
+        dataclasses.replace(case, label_voxels={}) if case.case_id in "be" else case
+        for case in tiny_store.manifest.cases
+    ]
+    manifest = dataclasses.replace(tiny_store.manifest, cases=tuple(cases))
+    store = Store(tiny_store.folder, manifest)
     views = [with_fold(store, fold).manifest.split for fold in ("1/3", "2/3", "3/3")]
     assert sorted(sum((view["val"] for view in views), ())) == ["a", "c", "d"]
     assert all("b" not in view["train"] for view in views)
@@ -239,34 +207,13 @@ def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, c
         read_patients(tmp_path, ["a", "b"])
 
 
-def test_identical_images_end_prepare_as_soon_as_both_are_read(tmp_path, dataset, folds):
-    data = dataset("a", "b", "c", "d")
-    (data / "imagesTr/b.nii.gz").write_bytes((data / "imagesTr/a.nii.gz").read_bytes())
-    division = folds({"train": ["a", "c"], "val": ["b", "d"]})
-    with pytest.raises(InputError, match=r"a \(train\) and b \(val\) .* identical voxels"):
-        prepare(data, tmp_path / "store", workers=1, splits=division)
-    assert sorted(path.stem for path in tmp_path.glob("store/cases/*.json")) == ["a", "b"]
-
-
-def test_a_patient_in_two_parts_of_a_split_is_refused_before_anything_is_written(
-    tmp_path, dataset, folds
-):
-    data = dataset("a", "b", "c", "d")
-    (tmp_path / "table").write_text("a,p\nb,q\nc,r\nd,q\n")
-    each = folds([{"train": ["a"], "val": ["b"]}, {"train": ["c"], "val": ["d"]}])
-    with pytest.raises(InputError, match="patient q must be in one split, got"):
-        prepare(data, tmp_path / "store", workers=1, splits=each, patients=tmp_path / "table")
-    assert not (tmp_path / "store").exists()
-
-
 def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them_from(
     tmp_path, dataset
 ):
-    data = dataset("a", "b", "c")
     store = tmp_path / "store"
     table = tmp_path / "table"
     table.write_text("a,p\nb,q\nc,r\nd,q\n")
-    old = prepare(data, store, **EACH_ONE, patients=table)
+    old = prepare(dataset("a", "b", "c"), store, fractions=(1, 1, 1), workers=1, patients=table)
     more = dataset("a", "b", "c", "d", folder="more")
     with pytest.raises(InputError, match="--patients must be given"):
         append(store, more, workers=1)
@@ -275,9 +222,7 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     (name,) = [name for name, ids in old.split.items() if "b" in ids]
     assert manifest.split[name] == ("b", "d")
     table.write_text("a,p\nb,z\nc,r\nd,q\ne,z\n")
-    with pytest.raises(
-        InputError, match=r"case b must be of the patient that store .* has, q, got z"
-    ):
+    with pytest.raises(InputError, match=r"case b must be of the patient .* q, got z"):
         append(store, dataset("e", folder="other"), workers=1, patients=table)
 
 
@@ -287,6 +232,7 @@ TWO = [
     {"train": ["a", "b"], "val": ["c"]},
     {"train": ["b.nii.gz", "c.nii.gz"], "val": ["a.nii.gz"]},
 ]
+ONE = {"train": ["a", "b"], "val": ["c"]}
 
 
 @pytest.fixture
@@ -310,20 +256,23 @@ def test_fractions_that_do_not_sum_to_one_are_refused(shares):
 
 def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, folds):
     store = tmp_path / "store"
-    prepare(dataset("a", "b", "c", "d"), store, workers=1, splits=folds(TWO))
+    data = dataset("a", "b", "c", "d")
+    manifest = prepare(data, store, workers=1, splits=folds(TWO))
     opened = open_store(store)
     own = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
-    assert opened.manifest.split == own, "without --fold as fold 1; what no fold names is untouched"
+    assert manifest.split == own, "without --fold as fold 1; what no fold names is untouched"
     assert with_fold(opened, "1/2").manifest.split == own
     second = {"train": ("b", "c"), "val": ("a",), "test": ("d",)}
     assert with_fold(opened, "2/2").manifest.split == second
-    bare = Store(store, without_labels(opened.manifest, "b"))
-    assert with_fold(bare, "2/2").manifest.split["train"] == ("c",)
     with pytest.raises(InputError, match=r"fold must be one of the 2 .*, got 1/3"):
         with_fold(opened, "1/3")
+    assert prepare(data, store, workers=1, splits=folds(TWO)) == manifest
+    more = dataset("a", "b", "c", "d", "e", folder="more")
+    with pytest.raises(InputError, match=r"must have a drawn split .*, got 2 given folds"):
+        append(store, more, workers=1)
 
 
-def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path, dataset, folds):
+def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, dataset, folds):
     data = dataset("a", "b", "c")
     drawn = prepare(data, tmp_path / "drawn", workers=1)
     hashes = {drawn.split_hash}
@@ -333,8 +282,9 @@ def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path
         with pytest.raises(InputError, match=r"must keep its content.*--split.* 2 folds"):
             prepare(data, folder, workers=1)
     assert len(hashes) == 3, "a run of other folds has seen other cases"
-    with pytest.raises(InputError, match=r"must keep its content.*--split"):
-        prepare(data, tmp_path / "drawn", workers=1, splits=folds(TWO))
+    for folder in ("drawn", "given1"):
+        with pytest.raises(InputError, match=r"must keep its content.*--split"):
+            prepare(data, tmp_path / folder, workers=1, splits=folds(TWO))
 
 
 @pytest.mark.parametrize(
@@ -342,18 +292,12 @@ def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path
     [
         ("text", ["must be JSON of folds .*, got .*array"]),
         ([], ["must be JSON of folds .* length >= 1"]),
-        ({"a": [], "b": []}, ["must be JSON of folds .*`train`"]),
-        ({"train": ["a"], "val": ["b"], "test": []}, ["case c .* train, val or test .*, got none"]),
-        ({"train": ["a"], "val": ["b"], "test": ["c", "x"]}, ["case x .* no such"]),
-        ({**TWO[0], "test": ["c"]}, [r"case c .* fold 1 .* once, got 2"]),
-        ({**TWO[0], "test": ["\x1b[2J"]}, [r"control characters, got '.x1b\[2J'"]),
-        ([{**TWO[0], "test": ["d"]}, TWO[1]], ["case d", "test of .* the same in all folds, got"]),
-        ([TWO[0], ["a"]], ["must be JSON of folds .*, got .*array"]),
-        ([TWO[0], {"train": [], "val": ["a"]}], [r"must be JSON of folds .*\[1\].train"]),
-        ([TWO[0], {"train": ["b", 3], "val": ["a"]}], [r"got .*int.*\[1\].train\[1\]"]),
-        ([TWO[0], {"train": ["b", "b"], "val": ["b"]}], ["case b .* fold 2 .* once, got 3"]),
-        ([TWO[0], {"train": ["b", "x"], "val": ["y"]}], ["case x .* no such", "case y .* no such"]),
-        ([TWO[0], {"train": ["a"], "val": ["c"]}], ["case c .* by one fold .*, got 2"]),
+        ({**ONE, "test": []}, ["must be JSON of folds .*`test`"]),
+        ({**ONE, "val": ["\x1b[2J"]}, [r"control characters, got '.x1b\[2J'"]),
+        ([ONE, {"train": [], "val": ["a"]}], [r"must be JSON of folds .*\[1\].train"]),
+        ([ONE, {"train": ["b", "b"], "val": ["b"]}], ["case b .* fold 2 .* once, got 3"]),
+        ([ONE, {"train": ["b", "x"], "val": ["y"]}], ["case x .* got none", "case y .* got none"]),
+        ([ONE, {"train": ["a"], "val": ["c"]}], ["case c .* one fold .*, got 2"]),
     ],
 )
 def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_written(
@@ -363,18 +307,12 @@ def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_writte
         prepare(dataset("a", "b", "c"), tmp_path / "store", workers=1, splits=folds(content))
     assert len(caught.value.problems) == len(problems)
     for line, pattern in zip(caught.value.problems, problems):
-        assert re.search(f"--splits .*splits_final.json.*{pattern}|{pattern}", line)
+        assert re.search(pattern, line)
+        assert "--splits" in line
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        [{"train": ["a", "b"], "val": ["c"]}],
-        {"train": ["a", "b"], "val": ["c"]},
-        {"train": ["a", "b"], "val": ["c"], "test": ["d"]},
-    ],
-)
+@pytest.mark.parametrize("content", [[ONE], ONE])
 def test_a_single_division_is_the_stores_own_and_gives_no_folds(tmp_path, dataset, folds, content):
     data = dataset("a", "b", "c", "d")
     store = tmp_path / "store"
@@ -382,8 +320,13 @@ def test_a_single_division_is_the_stores_own_and_gives_no_folds(tmp_path, datase
     assert manifest.split == {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
     assert manifest.folds == ()
     assert prepare(data, store, workers=1, splits=folds(content)) == manifest
-    with pytest.raises(InputError, match="--split"):
-        prepare(data, store, workers=1)
+    for splits in (None, folds({"train": ["a"], "val": ["c"]})):
+        with pytest.raises(InputError, match="--split"):
+            prepare(data, store, workers=1, splits=splits)
+    more = dataset("a", "b", "c", "d", "e", folder="more")
+    split = append(store, more, workers=1).manifest.split
+    assert sorted(sum(split.values(), ())) == list("abcde")
+    assert prepare(data, store, workers=1, splits=folds(content)).split == split
 
 
 def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset, folds):
@@ -407,10 +350,10 @@ def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, datas
     more = {"workers": 1, "splits": folds(TWO)}
     with pytest.raises(InputError) as caught:
         prepare(data, store, **more, patients=table)
-    of_split, of_test, *of_folds = caught.value.problems
-    assert "patient p must be in one split, got a in train and c in val" in of_split
-    assert "patient q must be in one split, got b in train and d in test" in of_test
-    assert [line[:6] for line in of_folds] == ["fold 1", "fold 2"]
+    train_val, train_test, *others = caught.value.problems
+    assert "patient p must be in one split, got a in train and c in val" in train_val
+    assert "patient q must be in one split, got b in train and d in test" in train_test
+    assert [line[:6] for line in others] == ["fold 1", "fold 2"]
     assert not store.exists()
     (data / "imagesTr/c.nii.gz").write_bytes((data / "imagesTr/b.nii.gz").read_bytes())
     with pytest.raises(InputError, match=r"fold 1: image of cases .* identical voxels"):
@@ -423,25 +366,8 @@ def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(tmp_path, d
     (data / "imagesTr/a.nii.gz").unlink()
     with pytest.raises(InputError, match="val of fold 2 must have cases, got bad ones"):
         prepare(data, store, workers=1, splits=folds(TWO), skip_bad=True)
-    content = [TWO[0], {"train": ["a", "c"], "val": ["b"]}]
+    content = [ONE, {"train": ["a", "c"], "val": ["b"]}]
     manifest = prepare(data, store, workers=1, splits=folds(content), skip_bad=True)
     assert manifest.folds == ({"train": ("b",), "val": ("c",)}, {"train": ("c",), "val": ("b",)})
-    with pytest.raises(InputError, match=r"case b .*must have a label"):
-        check_folds("", content, {"a": "a", "b": "b", "c": "c"}, unlabelled=["b"])
-
-
-def test_all_given_folds_train_on_appended_cases_of_new_patients(tmp_path, dataset, folds):
-    data = dataset("a", "b", "c", "d")
-    store = tmp_path / "store"
-    table = tmp_path / "table"
-    table.write_text("a,p\nb,q\nc,r\nd,s\ne,p\nf,s\ng,t\n")
-    old = prepare(data, store, workers=1, splits=folds(TWO), patients=table)
-    more = dataset("a", "b", "c", "d", "e", "f", "g", folder="more")
-    manifest = append(store, more, workers=1, patients=table).manifest
-    assert manifest.split == {"train": ("a", "b", "e", "g"), "val": ("c",), "test": ("d", "f")}
-    assert manifest.folds == (
-        {"train": ("a", "b", "e", "g"), "val": ("c",)},
-        {"train": ("b", "c", "g"), "val": ("a", "e")},
-    )
-    assert manifest.split_hash != old.split_hash
-    assert open_store(store).manifest == manifest
+    with pytest.raises(InputError, match=r"case b .*must be a case with a label"):
+        check_folds("", content, labelled=["a", "c"])
