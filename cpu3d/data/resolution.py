@@ -4,12 +4,11 @@ Network voxel j of an axis is centred at store voxel 2 j + 1/2: n of them cover 
 axis of resolution 1 keeps its voxels."""
 
 import math
-from typing import Any, Optional, Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
-from cpu3d.data.region import Array, Multiple, Resolution, Shape3, by_axis, xyz
-from models.strides import Resolution3, Spacing3, network_grid
+from cpu3d.data.region import Array, Resolution, Shape3, by_axis, xyz
 
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
@@ -20,14 +19,6 @@ def field_of(seen: Shape3, resolution: Resolution, at_least: Shape3 = (1, 1, 1))
     for side, share, least in zip(seen, by_axis(resolution), at_least):
         sides.append(max(int(side / share), least))
     return xyz(sides)
-
-
-def turning_spacing(spacing_mm: Spacing3, resolution: Resolution3) -> Spacing3:
-    """Sizes of a network voxel along X, Y, Z that are to each other as its millimetres, which is
-    all that a turn needs: those of the store's voxels, to the bit, where all axes have one
-    resolution."""
-    finest = max(resolution)
-    return xyz(mm / (share / finest) for mm, share in zip(spacing_mm, resolution))
 
 
 def shrinking(seen: int, field: int, resolution: float) -> Array:
@@ -70,16 +61,6 @@ class Resizing:
     def grow(self, logits: Any) -> Any:
         """Logits (N, x, y, z, R) of the network -> float32 (N, X, Y, Z, R) of the field."""
         return _along(logits, self._up, (3, 2, 1), "float32")  # Z first, while there is least
-
-
-def resizing_for(
-    grid: Shape3, resolution: Resolution, divisors: Multiple, at_least: Optional[Shape3] = None
-) -> Resizing:
-    """The resizing of an extent of `grid`, to at least `at_least` network voxels."""
-    seen = network_grid(grid, by_axis(resolution), by_axis(divisors))
-    if at_least is not None:
-        seen = xyz(map(max, seen, at_least))
-    return Resizing(seen, resolution, grid)
 
 
 def _along(volume: Any, matrices: Sequence[Array], axes: Sequence[int], dtype: Any) -> Any:

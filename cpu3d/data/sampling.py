@@ -12,7 +12,7 @@ take 0 0 0 1 1 1."""
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Iterator, List, Sequence, Tuple, TypeVar
+from typing import Iterator, List, NamedTuple, Sequence, Tuple, TypeVar
 
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole, xyz
@@ -30,28 +30,13 @@ _CENTRE = 0x63656E747265
 # --- Volumes ---
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The sample at a position."""
-
-    epoch: int  # passes over the cases before it
-    case_index: int  # among the cases of the split
-
-
-@dataclass(frozen=True)
-class Patch(Sample):
-    """A patch at a position."""
-
-    region: Region  # of the case's grid
-
-
-def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
-    """Return the sample at `position` of an endless stream over `cases` cases: every epoch holds
-    each case once."""
+def case_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> int:
+    """Return the index of the case at `position` of an endless stream over `cases` cases: every
+    epoch holds each case once."""
     epoch, index = divmod(position, cases)
     if not shuffle:
-        return Sample(epoch, index)
-    return Sample(epoch, permutation(cases, seed=seed, epoch=epoch)[index])
+        return index
+    return permutation(cases, seed=seed, epoch=epoch)[index]
 
 
 @lru_cache(maxsize=4)
@@ -87,6 +72,13 @@ def _mix(word: int) -> int:
 
 
 # --- Patches ---
+
+
+class Patch(NamedTuple):
+    """A patch at a position."""
+
+    case_index: int  # among the cases of the split
+    region: Region  # of the case's grid
 
 
 @dataclass(frozen=True)
@@ -128,9 +120,10 @@ def patch_at(
     the nearest one; a case without the regions gives a random patch. That is of the first
     `attempt`. Where voxels are to be ignored and nothing in a patch is annotated, the loader takes
     the next one below ATTEMPTS, another patch of the same case; the last one is around a labelled
-    voxel, also with "random". `source.patch_drawn` tells which it was."""
-    sample = sample_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
-    record = records[sample.case_index]
+    voxel, also with "random"."""
+    seed = sampling.seed
+    index = case_at(position, cases=len(records), seed=seed, shuffle=sampling.shuffle)
+    record = records[index]
     shape = xyz(sampling.shape)
     is_last = attempt == ATTEMPTS - 1
     if sampling.sampling == "centre":
@@ -139,7 +132,7 @@ def patch_at(
         region = Region(_start_around_label(position, sampling, record, attempt), shape)
     else:
         region = Region(_random_start(position, sampling, record, attempt), shape)
-    return Patch(sample.epoch, sample.case_index, region)
+    return Patch(index, region)
 
 
 def _is_foreground(position: int, sampling: PatchSampling) -> bool:
@@ -178,12 +171,12 @@ def _start_around_label(
     if not regions:
         return _random_start(position, sampling, record, attempt)
     units = _units(sampling, position, _CENTRE, attempt)
-    of_code = next(units)
-    of_region = next(units)
-    of_centre = next(units)
+    code_unit = next(units)
+    region_unit = next(units)
+    centre_unit = next(units)
     # A region and then its code, so that small ones come up.
-    code = _picked(_picked(regions, of_region), of_code)
-    centre = _picked(record.centres[code], of_centre)
+    code = _picked(_picked(regions, region_unit), code_unit)
+    centre = _picked(record.centres[code], centre_unit)
     start = []
     for voxel, size, (low, high) in zip(centre, sampling.shape, _starts(sampling, record)):
         before = size // 4 + int(next(units) * max(size // 2, 1))
@@ -261,8 +254,8 @@ class Share:
     def _count_before(self, position: int) -> int:
         """This worker's samples at the positions below this one."""
         step, rest = divmod(position, self.workers * self.per_step)
-        of_last_step = min(max(rest - self.rank * self.per_step, 0), self.per_step)
-        return step * self.per_step + of_last_step
+        in_last_step = min(max(rest - self.rank * self.per_step, 0), self.per_step)
+        return step * self.per_step + in_last_step
 
 
 ALL = Share()  # of a single worker: all samples

@@ -14,15 +14,13 @@ sample k on, whatever the threads, the read mode and the store's format."""
 
 import collections
 import itertools
-from dataclasses import dataclass
-from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, cast
 
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.labels import all_names
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import (
@@ -36,7 +34,7 @@ from cpu3d.data.region import (
     xyz,
 )
 from cpu3d.data.resolution import field_of, shrinking
-from cpu3d.data.sampling import ALL, Patch, PatchSampling, Share, patch_at
+from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
@@ -44,7 +42,7 @@ from models.strides import Resolution3, network_grid
 
 __all__ = [
     "Batches", "PatchSampling", "case_region", "grid_size", "normalise", "open_reading",
-    "open_store", "patch_at", "patch_dataset", "patch_drawn", "patch_sampling", "volume_dataset",
+    "open_store", "patch_at", "patch_dataset", "volume_dataset",
 ]  # fmt: skip
 
 
@@ -66,7 +64,7 @@ def volume_dataset(
     augment: AugmentConfig = NO_AUGMENT,
     dtype: str = "float32",
     share: Share = ALL,
-    read_mode: Union[str, Reader, None] = None,
+    reader: Optional[Reader] = None,
     threads: int = 1,
 ) -> tf.data.Dataset:
     """Stream the whole volumes of a split as batches `(image, target)`, in an order that is a pure
@@ -104,8 +102,8 @@ def volume_dataset(
         augment: how samples are changed by chance; not at all by default.
         dtype: of images, "float32" or "bfloat16".
         share: this worker's samples. `start` and `stop` are positions in the stream of all workers.
-        read_mode: "mmap" or "pread"; a reader of the store, from `open_reading`, that several
-            datasets share; None for what fits the disk.
+        reader: from `open_reading`, of the store's files, which several datasets may share; None
+            for one of its own.
         threads: samples prepared at a time. Samples are the same with any number.
 
     Raises InputError for arguments out of range, unknown names, an empty split, cases without
@@ -114,7 +112,16 @@ def volume_dataset(
     shares = by_axis(resolution)
     is_resolution = len(shares) == 3 and {*shares} <= {0.5, 1}
     require(("resolution", "1 or 1/2 along each axis", resolution, is_resolution))
-    stream = _Stream(
+    size = _volume_size(store, grid, extent, multiple, shares)
+    field = size  # voxels of the store that make up a volume
+    if min(shares) < 1:
+        field = field_of(size, shares, at_least=grid_size(store, extent=extent, multiple=1))
+    sampling = PatchSampling(field, "centre", extent=extent, seed=seed, shuffle=shuffle)
+    return _dataset(
+        store,
+        sampling,
+        size,
+        shares,
         split=split,
         start=start,
         stop=stop,
@@ -124,15 +131,9 @@ def volume_dataset(
         augment=augment,
         dtype=dtype,
         share=share,
-        read_mode=read_mode,
+        reader=reader,
         threads=threads,
     )
-    size = _volume_size(store, grid, extent, multiple, shares)
-    field = size  # voxels of the store that make up a volume
-    if min(shares) < 1:
-        field = field_of(size, shares, at_least=grid_size(store, extent=extent, multiple=1))
-    sampling = PatchSampling(field, "centre", extent=extent, seed=seed, shuffle=shuffle)
-    return _dataset(store, stream, sampling, size, shares)
 
 
 def patch_dataset(
@@ -153,7 +154,7 @@ def patch_dataset(
     augment: AugmentConfig = NO_AUGMENT,
     dtype: str = "float32",
     share: Share = ALL,
-    read_mode: Union[str, Reader, None] = None,
+    reader: Optional[Reader] = None,
     threads: int = 1,
 ) -> tf.data.Dataset:
     """Stream patches of a split's cases as batches `(image, target)` of size `patch_shape`; only
@@ -178,7 +179,20 @@ def patch_dataset(
         extent: where patches are: "brain" for the content box, "full" for the whole grid.
 
     The other arguments, the batches and the errors are as for `volume_dataset`."""
-    stream = _Stream(
+    patches = PatchSampling(
+        cast(Shape3, tuple(patch_shape)),  # which is checked there
+        sampling,
+        foreground=foreground,
+        codes=_codes(store, regions),
+        extent=extent,
+        seed=seed,
+        shuffle=shuffle,
+    )
+    return _dataset(
+        store,
+        patches,
+        patches.shape,
+        (1, 1, 1),
         split=split,
         start=start,
         stop=stop,
@@ -188,116 +202,9 @@ def patch_dataset(
         augment=augment,
         dtype=dtype,
         share=share,
-        read_mode=read_mode,
+        reader=reader,
         threads=threads,
     )
-    drawn = patch_sampling(
-        store,
-        patch_shape,
-        sampling=sampling,
-        foreground=foreground,
-        regions=regions,
-        extent=extent,
-        seed=seed,
-        shuffle=shuffle,
-    )
-    return _dataset(store, stream, drawn, drawn.shape)
-
-
-def patch_sampling(
-    store: Store,
-    patch_shape: Shape3,
-    *,
-    sampling: str = "random",
-    foreground: float = PatchSampling.foreground,
-    regions: Optional[Sequence[str]] = None,
-    extent: str = "brain",
-    seed: int = 0,
-    shuffle: bool = True,
-) -> PatchSampling:
-    """Return the rule by which `patch_dataset` draws patches, from its arguments. `patch_at` tells
-    the case and the region of each; `patch_drawn` does where the store has a label to be
-    ignored."""
-    return PatchSampling(
-        cast(Shape3, tuple(patch_shape)),  # which is checked there
-        sampling,
-        foreground=foreground,
-        codes=_codes(store, regions),
-        extent=extent,
-        seed=seed,
-        shuffle=shuffle,
-    )
-
-
-def patch_drawn(
-    store: Store,
-    position: int,
-    sampling: PatchSampling,
-    *,
-    split: str = "train",
-    augment: AugmentConfig = NO_AUGMENT,
-) -> Patch:
-    """Return the patch that the sample at `position` of `patch_dataset` shows, with this rule,
-    split and augmentation. Labels are read: one without annotated voxels was drawn again."""
-    if store.manifest.ignore is None:
-        return patch_at(position, sampling, store.cases(split))
-    ignore = store.manifest.ignore
-    spec = SampleSpec(sampling.shape, (0,), _codes(store, None), ignore=ignore)
-    reader = open_reading(store, (split,))
-    return _loader(store, split, sampling, augment, spec, reader, ALL).patch(position)
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """Arguments that `volume_dataset` and `patch_dataset` have in common, checked as far as they
-    do not depend on the store."""
-
-    split: str
-    start: int
-    stop: Optional[int]
-    batch: int
-    channels: Optional[Sequence[str]]
-    regions: Optional[Sequence[str]]
-    augment: AugmentConfig
-    dtype: str
-    share: Share
-    read_mode: Union[str, Reader, None]
-    threads: int
-
-    def __post_init__(self) -> None:
-        stop = 0 if self.stop is None else self.stop
-        smallest = (
-            ("start", self.start, 0),
-            ("stop", stop, 0),
-            ("batch", self.batch, 1),
-            ("threads", self.threads, 1),
-        )
-        require(
-            *(
-                (name, f"an integer of at least {least}", n, is_integer(n, least))
-                for name, n, least in smallest
-            )
-        )
-        if not self.share.batch:
-            return
-        step = self.share.batch
-        own = self.share.per_step
-        whole_steps = f"a multiple of the {step} samples of a step"
-        divisor = f"a divisor of a worker's {own} samples of a step"
-        require(
-            ("start", whole_steps, self.start, self.start % step == 0),
-            ("stop", whole_steps, stop, stop % step == 0),
-            ("batch", divisor, self.batch, own % self.batch == 0),
-        )
-
-    def indices(self, cases: int) -> range:
-        """The indices of this worker's samples, of a split of `cases`."""
-        stop = self.stop
-        if stop is None:
-            stop = cases
-            if self.share.batch:
-                stop -= cases % self.share.batch
-        return self.share.indices(self.start, max(stop, self.start))
 
 
 def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, ...], ...]:
@@ -308,52 +215,56 @@ def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, .
 
 def _dataset(
     store: Store,
-    stream: _Stream,
     sampling: PatchSampling,
     grid: Shape3,
-    resolution: Resolution3 = (1, 1, 1),
+    resolution: Resolution3,
+    *,
+    split: str,
+    start: int,
+    stop: Optional[int],
+    batch: int,
+    channels: Optional[Sequence[str]],
+    regions: Optional[Sequence[str]],
+    augment: AugmentConfig,
+    dtype: str,
+    share: Share,
+    reader: Optional[Reader],
+    threads: int,
 ) -> tf.data.Dataset:
-    """Make the samples of a stream, averaged down to the network's `grid`."""
-    records = labelled(store, stream.split)
-    channels = _pick("channels", stream.channels, store.manifest.channels)
-    codes = _codes(store, stream.regions)
+    """Make samples, averaged down to the network's `grid`; the rest as of `volume_dataset`."""
+    records = labelled(store, split)
+    if stop is None:
+        stop = len(records) - len(records) % max(share.batch, 1)
+    require(
+        *(
+            (name, f"an integer of at least {least}", value, is_integer(value, least))
+            for name, value, least in (
+                ("start", start, 0),
+                ("stop", stop, 0),
+                ("batch", batch, 1),
+                ("threads", threads, 1),
+            )
+        )
+    )
     weights: Optional[Tuple[Array, ...]] = None
     if min(resolution) < 1:
         weights = xyz(map(shrinking, grid, sampling.shape, resolution))
-    spec = SampleSpec(grid, channels, codes, stream.dtype, weights, store.manifest.ignore)
-    indices = stream.indices(len(records))
-    reader = stream.read_mode
-    if not isinstance(reader, Reader):
-        reader = open_reading(store, (stream.split,), read_mode=reader, share=stream.share)
-    load = _loader(
-        store, stream.split, sampling, stream.augment, spec, reader, stream.share, resolution
-    )
-    return _pipeline(_keeping_errors(load), indices, spec, stream.batch, int(stream.threads))
-
-
-def _loader(
-    store: Store,
-    split: str,
-    sampling: PatchSampling,
-    augment: AugmentConfig,
-    spec: SampleSpec,
-    reader: Reader,
-    share: Share,
-    resolution: Resolution3 = (1, 1, 1),
-) -> Loader:
-    """Make the loader of a split's samples."""
-    names = all_names(store.manifest.labels, store.manifest.regions)
-    return Loader(
-        reader,
-        labelled(store, split),
+    manifest = store.manifest
+    picked = _pick("channels", channels, manifest.channels)
+    spec = SampleSpec(grid, picked, _codes(store, regions), dtype, weights, manifest.ignore)
+    load = Loader(
+        reader or open_reading(store, (split,), share=share),
+        records,
         sampling,
         augment,
         spec,
         share=share,
-        mirrored=augment.mirrored_axes(names),
-        normalisation=store.manifest.normalisation,
+        mirrored=augment.mirrored_axes((*manifest.labels.values(), *manifest.regions)),
+        normalisation=manifest.normalisation,
         resolution=resolution,
     )
+    indices = share.indices(start, max(stop, start))
+    return _pipeline(_keeping_errors(load), indices, spec, batch, int(threads))
 
 
 def _pipeline(

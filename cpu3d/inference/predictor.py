@@ -14,7 +14,7 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste, round_up
-from cpu3d.data.resolution import Resizing, resizing_for
+from cpu3d.data.resolution import Resizing
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
@@ -25,6 +25,7 @@ from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
 from cpu3d.settings import RunConfig
 from models.config import UNetConfig
+from models.strides import network_grid
 from models.unet3d import build_unet3d, finest
 
 AS_TRAINED = Inference()
@@ -119,12 +120,10 @@ class Predictor:
         config = self.config
         if config.resolution == 1:
             return None
-        return resizing_for(
-            self._needed(record),
-            config.resolution_by_axis,
-            config.unet.divisors,
-            at_least=config.grid,
-        )
+        needed = self._needed(record)
+        resolution = config.resolution_by_axis
+        seen = network_grid(needed, resolution, config.unet.divisors)
+        return Resizing(tuple(map(max, seen, config.grid)), resolution, needed)
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""

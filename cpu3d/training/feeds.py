@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.resolution import Resizing
-from cpu3d.data.sampling import ALL, Share, sample_at
+from cpu3d.data.sampling import ALL, Share, case_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_region
 from cpu3d.decisions import volume_shape
@@ -51,7 +51,7 @@ class Feeds:
             "channels": config.channels,
             "regions": config.regions,
             "dtype": config.unet.dtype,
-            "read_mode": self.reader,
+            "reader": self.reader,
         }
 
     def training(
@@ -120,8 +120,7 @@ class Feeds:
         cases = self._train_cases
         names = []
         for position in range(step * batch, (step + 1) * batch):
-            sample = sample_at(position, cases=len(cases), seed=self.config.seed)
-            names.append(cases[sample.case_index])
+            names.append(cases[case_at(position, cases=len(cases), seed=self.config.seed)])
         return names
 
 

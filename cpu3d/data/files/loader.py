@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Sequence
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from cpu3d.data.native.samples import make_sample
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.resolution import turning_spacing
-from cpu3d.data.sampling import ALL, ATTEMPTS, Patch, PatchSampling, Share, patch_at
+from cpu3d.data.sampling import ALL, ATTEMPTS, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from models.native.shared import IGNORED
@@ -80,30 +79,23 @@ class Loader:
     resolution: Resolution3 = (1, 1, 1)  # that samples are averaged down to, before they are turned
 
     def __call__(self, sample: int) -> ImageAndTarget:
-        return self._drawn(sample)[1]
-
-    def patch(self, sample: int) -> Patch:
-        """Return the patch that a sample is of: the first attempt of `patch_at`, or a later one."""
-        return self._drawn(sample)[0]
-
-    def _drawn(self, sample: int) -> Tuple[Patch, ImageAndTarget]:
         position = self.share.position(int(sample))
-        patch, made = self._attempt(position, 0)
+        made = self._attempt(position, 0)
         if self.spec.ignore is None or self.sampling.sampling == "centre":
-            return patch, made
+            return made
         attempt = 1
         while attempt < ATTEMPTS and (made[1] == IGNORED).all():  # nothing is to be learnt of it
-            patch, made = self._attempt(position, attempt)
+            made = self._attempt(position, attempt)
             attempt += 1
-        return patch, made
+        return made
 
-    def _attempt(self, position: int, attempt: int) -> Tuple[Patch, ImageAndTarget]:
+    def _attempt(self, position: int, attempt: int) -> ImageAndTarget:
         patch = patch_at(position, self.sampling, self.records, attempt)
         record = self.records[patch.case_index]
         drawn = draw(
             self.augment,
             levels_of(record.statistics, self.normalisation),
-            turning_spacing(record.spacing_mm, self.resolution),
+            tuple(np.divide(record.spacing_mm, self.resolution)),  # of the voxels that are turned
             seed=self.sampling.seed,
             position=position,
             mirrored=self.mirrored,
@@ -112,7 +104,7 @@ class Loader:
         if drawn.matrix is not None and self.spec.shrinking is None:
             needed = _turned(patch.region, drawn.matrix)
         stored = _stored(self.reader, record, patch.region, needed)
-        return patch, make_sample(stored, drawn, self.spec)
+        return make_sample(stored, drawn, self.spec)
 
 
 def _turned(region: Region, matrix: Array) -> Region:

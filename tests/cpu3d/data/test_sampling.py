@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data import sampling as module
 from cpu3d.data.region import Region
-from cpu3d.data.sampling import PatchSampling, Share, patch_at, sample_at
+from cpu3d.data.sampling import PatchSampling, Share, case_at, patch_at
 from cpu3d.errors import InputError
 
 SHAPES = st.tuples(*[st.integers(1, 12)] * 3)
@@ -42,9 +42,9 @@ def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
 
 @given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 20))
 def test_every_epoch_holds_each_case_once(cases, seed, epoch):
-    drawn = [sample_at(epoch * cases + place, cases=cases, seed=seed) for place in range(cases)]
-    assert sorted(sample.case_index for sample in drawn) == list(range(cases))
-    assert {sample.epoch for sample in drawn} == {epoch}
+    drawn = [case_at(epoch * cases + index, cases=cases, seed=seed) for index in range(cases)]
+    assert sorted(drawn) == list(range(cases))
+    assert case_at(epoch * cases, cases=cases, seed=seed, shuffle=False) == 0
 
 
 # --- Patches ---

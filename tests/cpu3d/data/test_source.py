@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import re
 import shutil
 import zlib
 
@@ -12,19 +11,24 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data import source
-from cpu3d.data.augment import AugmentConfig, draw
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.cases.case import facts_of
 from cpu3d.data.manifest import Geometry, array_path, remake
-from cpu3d.data.native import samples
-from cpu3d.data.normalise import levels_of
 from cpu3d.data.region import by_axis, crop
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import Share
-from cpu3d.data.source import Batches, grid_size, open_store, patch_dataset, volume_dataset
+from cpu3d.data.source import (
+    Batches,
+    PatchSampling,
+    grid_size,
+    open_reading,
+    open_store,
+    patch_dataset,
+    volume_dataset,
+)
 from cpu3d.data.store import write_store
 from cpu3d.data.stores.convert import write_arrays
 from cpu3d.errors import InputError
-from memory_estimator.common.units import by
 from models.strides import network_grid
 from tests.cpu3d.data.made_datasets import make_record, manifest_of
 
@@ -53,10 +57,6 @@ def in_step(first, second):
     return zip(first, second)
 
 
-def small_patches(store, **more):
-    return patch_dataset(store, (8, 8, 8), **more)
-
-
 @pytest.fixture(scope="session")
 def other_stores(phantom_store, tmp_path_factory):
     """The phantoms in every other format, by the names of FORMATS."""
@@ -83,14 +83,11 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
         region = source.case_region(record, size, extent)
         expected = source.normalise(np.asarray(phantom_store.image(record.case_id)), record, region)
         np.testing.assert_allclose(image[0], expected, atol=1e-5)
+        brain = expected[expected != 0]
+        assert (brain.mean(), brain.std()) == pytest.approx((0, 1), abs=0.05)
         label = crop(np.asarray(phantom_store.label(record.case_id)), region)
         for index, codes in enumerate(phantom_store.manifest.regions.values()):
             np.testing.assert_array_equal(target[0, ..., index], np.isin(label, codes))
-        brain = image[0].numpy()[expected != 0]
-        assert (brain.mean(), brain.std()) == (
-            pytest.approx(0, abs=0.05),
-            pytest.approx(1, abs=0.05),
-        )
 
 
 KINDS = {
@@ -102,27 +99,10 @@ KINDS = {
 }
 
 
-def test_the_samples_that_are_compared_have_every_change_between_them(phantom_store):
-    seen = set()
-    for position in range(4):
-        levels = levels_of(phantom_store.manifest.cases[0].statistics, ())
-        drawn = draw(EVERY, levels, (1, 1, 1), seed=SEED, position=position)
-        for name in ("contrast", "noise", "blur", "low_resolution"):
-            if getattr(drawn, name) is not None:
-                seen.add(name)
-        if drawn.gamma is not None:
-            seen.add(f"gamma, {drawn.negative}")
-        assert drawn.matrix is not None
-    assert seen == {
-        *("contrast", "noise", "blur", "low_resolution"),
-        *("gamma, True", "gamma, False"),
-    }
-
-
-def hashes_of(store, kind, extent, read_mode=None):
+def hashes_of(store, kind, extent, reader=None):
     shape = ((20, 30, 17),) * ("patches" in kind)
     make = patch_dataset if shape else volume_dataset
-    return hashes(make(store, *shape, extent=extent, read_mode=read_mode, **KINDS[kind]))
+    return hashes(make(store, *shape, extent=extent, reader=reader, **KINDS[kind]))
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +123,9 @@ def test_every_format_and_read_mode_gives_the_same_bits(
     if name in FORMATS:
         made = {kind: hashes_of(other_stores[name], kind, extent) for kind in KINDS}
     else:
+        reader = open_reading(phantom_store, read_mode=name)
         kinds = ("volumes", "patches")
-        made = {kind: hashes_of(phantom_store, kind, extent, name) for kind in kinds}
+        made = {kind: hashes_of(phantom_store, kind, extent, reader) for kind in kinds}
     assert made == {kind: expected[kind, extent] for kind in made}
 
 
@@ -156,20 +137,18 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
     phantom_store, sampling, shape, extent
 ):
     cases = phantom_store.cases("train")
-    drawn = source.patch_sampling(phantom_store, shape, sampling=sampling, extent=extent, seed=4)
-    stop = len(cases)
+    codes = tuple(phantom_store.manifest.regions.values())
+    patches = PatchSampling(shape, sampling, codes=codes, extent=extent, seed=4)
     wide = volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False)
     volumes = [[volume[0].numpy() for volume in pair] for pair in wide]
-    dataset = patch_dataset(
-        phantom_store, shape, sampling=sampling, extent=extent, seed=4, stop=stop
-    )
-    for position, patch in enumerate(dataset):
-        sample = source.patch_at(position, drawn, cases)
+    options = {"sampling": sampling, "extent": extent, "seed": 4, "stop": len(cases)}
+    dataset = patch_dataset(phantom_store, shape, **options)
+    for position, patch in in_step(range(len(cases)), dataset):
+        sample = source.patch_at(position, patches, cases)
         for own, volume in zip(patch, volumes[sample.case_index]):
             expected = crop(volume, sample.region)
             assert own[0].shape == expected.shape
             assert own[0].numpy().tobytes() == expected.tobytes()
-    assert position == stop - 1
 
 
 # --- The stream ---
@@ -237,44 +216,25 @@ def rounded_crc32(dataset):
 # --- Resolution, channels, and what is outside of a patch ---
 
 
-@pytest.mark.parametrize("made_by", ["C", "NumPy"])
-@pytest.mark.parametrize("factors", [(2, 2, 2), (2, 2, 1), (1, 2, 2)])
-def test_a_volume_at_half_resolution_is_the_mean_of_two_along_the_axes_that_have_it(
-    phantom_store, monkeypatch, factors, made_by
-):
-    if made_by == "NumPy":
-        monkeypatch.setattr(samples, "function_in_c", lambda: None)
-    multiple = tuple(16 * factor for factor in factors)
-    full = volume_dataset(phantom_store, multiple=multiple, stop=2)
-    resolution = tuple(1 / factor for factor in factors)
-    half = volume_dataset(phantom_store, multiple=16, resolution=resolution, stop=2)
-    for (image, target), (small, regions) in in_step(full, half):
-        seen = [side // factor for side, factor in zip(image.shape[1:4], factors)]
-        assert small.shape[1:4] == tuple(seen)
-        x, y, z = seen
-        means = []
-        for volume in (image.numpy()[0], target.numpy()[0].astype(np.float32)):
-            voxels = volume.reshape(x, factors[0], y, factors[1], z, factors[2], -1)
-            means.append(voxels.mean((1, 3, 5)))
-        np.testing.assert_allclose(small[0], means[0], atol=1e-5)
-        np.testing.assert_array_equal(regions[0], means[1] >= 0.5)
-
-
-@pytest.mark.parametrize("resolution", [0.5, (0.5, 0.5, 1)])
-def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(
+@pytest.mark.parametrize("resolution", [0.5, (0.5, 0.5, 1), (1, 0.5, 0.5)])
+def test_at_half_resolution_a_volume_is_the_mean_of_two_voxels_along_each_axis_that_has_it(
     phantom_store, resolution
 ):
     extent = grid_size(phantom_store, extent="brain", multiple=1)
     grid = network_grid(extent, by_axis(resolution), (8, 8, 8))
     resizing = Resizing(grid, resolution, at_least=extent)
-    whole = volume_dataset(phantom_store, grid=resizing.field)
-    for (image, target), (small, regions) in in_step(
-        whole, volume_dataset(phantom_store, multiple=8, resolution=resolution)
-    ):
-        np.testing.assert_allclose(small, resizing.shrink(image), atol=1e-5)
-        means = resizing.shrink(tf.cast(target, tf.float32)).numpy()
-        clear = np.abs(means - 0.5) > 1e-3
-        np.testing.assert_array_equal(regions.numpy()[clear], (means > 0.5)[clear])
+    whole = volume_dataset(phantom_store, grid=resizing.field, stop=2)
+    half = volume_dataset(phantom_store, multiple=8, resolution=resolution, stop=2)
+    for (image, target), (small, regions) in in_step(whole, half):
+        means = []
+        for volume in (image.numpy()[0], target.numpy()[0].astype(np.float32)):
+            for axis, side in enumerate(grid):
+                pairs = (*volume.shape[:axis], side, -1, *volume.shape[axis + 1 :])
+                volume = volume.reshape(pairs).mean(axis + 1)
+            means.append(volume)
+        np.testing.assert_allclose(small[0], means[0], atol=1e-5)
+        np.testing.assert_allclose(resizing.shrink(image)[0], means[0], atol=1e-5)
+        np.testing.assert_array_equal(regions[0], means[1] >= 0.5)
 
 
 @pytest.mark.parametrize("channels", [("T2w",), ("t1gd", "FLAIR"), ("T2w", "t1gd", "T1w", "FLAIR")])
@@ -289,8 +249,7 @@ def test_some_channels_and_regions_are_those_of_all(phantom_store, channels):
         np.testing.assert_array_equal(regions, target.numpy()[..., [2, 0]])
 
 
-@pytest.mark.parametrize("mode", ["mmap", "pread"])
-def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path, mode):
+def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
     """All voxels of the case are 100, so those of patches in its middle are, however they are
     turned."""
     (tmp_path / "cases").mkdir()
@@ -301,21 +260,13 @@ def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path, mode):
     geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
     record = make_record("a", geometry=geometry, **facts_of(image, label))
     record = write_arrays(tmp_path, record, image, label, format_="npy", cropped=False)
-    write_store(
-        tmp_path,
-        manifest_of([record], channels=("A",), labels={0: "none", 1: "one"}, regions={"one": (1,)}),
+    write_store(tmp_path, manifest_of([record]))
+    store = open_store(tmp_path)
+    turns = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40)
+    same = in_step(
+        range(4), patch_dataset(store, (24,) * 3, sampling="centre", augment=turns, stop=4)
     )
-    patches = patch_dataset(
-        open_store(tmp_path),
-        (24, 24, 24),
-        sampling="centre",
-        augment=AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40),
-        stop=4,
-        read_mode=mode,
-    )
-    turned = [patch for patch, _ in patches]
-    assert len(turned) == 4
-    for patch in turned:
+    for _, (patch, _) in same:
         np.testing.assert_allclose(patch, patch[0, 12, 12, 12, 0], atol=1e-3)
 
 
@@ -329,17 +280,17 @@ def test_a_patch_as_large_as_a_volume_is_turned_as_it_is(phantom_store):
 # --- Failures ---
 
 
-@pytest.mark.parametrize(("make", "threads"), [(volume_dataset, 3), (small_patches, 1)])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
-    phantom_store, tmp_path, make, threads
+    phantom_store, tmp_path, threads
 ):
     store = open_store(shutil.copytree(phantom_store.folder, tmp_path / "store"))
-    batches = Batches(make(store, shuffle=False, read_mode="pread", threads=threads))
+    reader = open_reading(store, read_mode="pread")
+    batches = Batches(volume_dataset(store, shuffle=False, reader=reader, threads=threads))
     cut = array_path(store.folder, store.cases("train")[2], "x")
     cut.write_bytes(cut.read_bytes()[:-1])
-    assert [digest(next(batches)) for _ in range(2)] == hashes(
-        make(phantom_store, shuffle=False, stop=2)
-    )
+    good = hashes(volume_dataset(phantom_store, shuffle=False, stop=2))
+    assert [digest(next(batches)) for _ in range(2)] == good
     with pytest.raises(InputError, match=f"store file {cut} must be .* bytes long") as caught:
         next(batches)
     assert len(caught.value.problems) == 1
@@ -349,36 +300,25 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "name"),
     [
-        ({"split": "dev"}, "split must be one of train, val, test, got 'dev'"),
-        (
-            {"channels": ("PET",)},
-            "channels must be among FLAIR, T1w, t1gd, T2w, each once, got PET",
-        ),
-        ({"regions": ()}, "regions must be among WT, TC, ET, each once, got none"),
-        ({"extent": "tile"}, "extent must be one of brain, full, got 'tile'"),
-        ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, got 'float64'"),
-        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
-        ({"start": True}, "start must be an integer of at least 0, got True"),
-        ({"read_mode": "disk"}, "read mode must be one of mmap, pread, got 'disk'"),
-        (
-            {"share": Share(0, 2, 4), "start": 2},
-            "start must be a multiple of the 4 samples of a step, got 2",
-        ),
-        (
-            {"share": Share(0, 2, 4), "stop": 7},
-            "stop must be a multiple of the 4 samples of a step, got 7",
-        ),
-        (
-            {"share": Share(0, 2, 4), "batch": 4},
-            "batch must be a divisor of a worker's 2 samples of a step, got 4",
-        ),
+        ({"split": "dev"}, "split"),
+        ({"channels": ("PET",)}, "channels"),
+        ({"regions": ()}, "regions"),
+        ({"extent": "tile"}, "extent"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"batch": 0}, "batch"),
+        ({"start": True}, "start"),
+        ({"resolution": 0.7}, "resolution"),
+        ({"resolution": (0.5, 0.5)}, "resolution"),
+        ({"grid": (8, 8, 8)}, "grid"),
+        ({"grid": (64, 64)}, "grid"),
+        ({"grid": (64, 64, 99.5)}, "grid"),
     ],
 )
-def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, message):
-    with pytest.raises(InputError, match=message) as caught:
-        small_patches(phantom_store, **wrong)
+def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, name):
+    with pytest.raises(InputError, match=f"^{name} must be .*, got ") as caught:
+        volume_dataset(phantom_store, **wrong)
     assert len(caught.value.problems) == 1
 
 
@@ -396,64 +336,37 @@ def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, r
         volume_dataset(open_store(tmp_path), split=split)
 
 
-@pytest.mark.parametrize("extent", ["brain", "full"])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x, y, z: (x, y, z - 1),
-        lambda x, y, z: (8, 8, 8),
-        lambda x, y, z: (0, 8, 8),
-        lambda x, y, z: (x, y),
-        lambda x, y, z: (x, y, 99.5),
-    ],
-    ids=["a voxel less", "small", "zero", "two axes", "no integer"],
-)
-def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent, wrong):
-    least = grid_size(phantom_store, extent=extent, multiple=1)
-    grid = wrong(*least)
-    rule = f"grid must be three integers of at least {by(least)}, .*, got {by(grid)};"
-    with pytest.raises(InputError, match=rule):
-        volume_dataset(phantom_store, extent=extent, grid=grid)
-
-
-@pytest.mark.parametrize("resolution", [0, 0.7, 1.5, (0.5, 0.5, 2), (0.5, 0.5)])
-def test_a_resolution_out_of_range_is_refused(phantom_store, resolution):
-    got = re.escape(str(resolution))
-    with pytest.raises(InputError, match=f"resolution must be 1 or 1/2 along each axis, got {got}"):
-        volume_dataset(phantom_store, resolution=resolution)
-
-
-def test_a_coarse_grid_that_would_lose_voxels_is_refused(phantom_store):
+@pytest.mark.parametrize("resolution", [1, 0.5])
+def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, resolution):
     extent = grid_size(phantom_store, extent="brain", multiple=1)
-    least = network_grid(extent, (0.5, 0.5, 0.5), (1, 1, 1))
-    image, _ = next(iter(volume_dataset(phantom_store, grid=least, resolution=0.5)))
+    least = network_grid(extent, by_axis(resolution), (1, 1, 1))
+    image, _ = next(iter(volume_dataset(phantom_store, grid=least, resolution=resolution)))
     assert image.shape[1:4] == least
-    with pytest.raises(InputError, match=f"grid must be three integers of at least {by(least)}"):
-        volume_dataset(phantom_store, grid=(*least[:2], least[2] - 1), resolution=0.5)
+    for axis in range(3):
+        grid = [side - (k == axis) for k, side in enumerate(least)]
+        with pytest.raises(InputError, match="grid must be three integers of at least"):
+            volume_dataset(phantom_store, grid=grid, resolution=resolution)
 
 
-def test_volumes_whose_labels_pair_left_and_right_are_not_mirrored_along_x(phantom_store):
-    flips_alone = AugmentConfig(gain=0, offset=0)
+def test_volumes_whose_labels_or_regions_pair_left_and_right_are_not_mirrored_along_x(
+    phantom_store,
+):
+    case = next(iter(volume_dataset(phantom_store, split="val")))[0][0].numpy()
+    mirrored = {axes: np.flip(case, np.flatnonzero(axes).tolist()) for axes in np.ndindex(2, 2, 2)}
 
-    def flips(store):
-        """How volumes of the one case are mirrored: along which axes they are those that are
-        not."""
-        case = next(iter(volume_dataset(store, split="val")))[0][0].numpy()
-        mirrored = {
-            (x, y, z): np.flip(case, [i for i in range(3) if (x, y, z)[i]])
-            for x, y, z in np.ndindex(2, 2, 2)
-        }
+    def flips(**changes):
+        """Along which axes volumes of the one case are mirrored."""
+        store = copy.copy(phantom_store)
+        store.manifest = dataclasses.replace(store.manifest, **changes)
+        flips_alone = AugmentConfig(gain=0, offset=0)
         found = set()
         for image, _ in volume_dataset(store, split="val", augment=flips_alone, stop=40):
             found |= {axes for axes, volume in mirrored.items() if np.array_equal(image[0], volume)}
         return found
 
     names = ("background", "left kidney", "right kidney", "liver")
-    paired = dict(zip(phantom_store.manifest.labels, names))
-    store = copy.copy(phantom_store)
-    store.manifest = dataclasses.replace(store.manifest, labels=paired)
-    assert flips(phantom_store) == set(np.ndindex(2, 2, 2))
-    assert flips(store) == {(0, y, z) for y, z in np.ndindex(2, 2)}
-    by_region = dict(zip(names[1:], phantom_store.manifest.regions.values()))
-    store.manifest = dataclasses.replace(phantom_store.manifest, regions=by_region)
-    assert flips(store) == {(0, y, z) for y, z in np.ndindex(2, 2)}
+    manifest = phantom_store.manifest
+    along_y_and_z = {(0, y, z) for y, z in np.ndindex(2, 2)}
+    assert flips() == set(np.ndindex(2, 2, 2))
+    assert flips(labels=dict(zip(manifest.labels, names))) == along_y_and_z
+    assert flips(regions=dict(zip(names[1:], manifest.regions.values()))) == along_y_and_z

@@ -15,7 +15,7 @@ from cpu3d.__main__ import main
 from cpu3d.data.files import loader
 from cpu3d.data.manifest import array_path
 from cpu3d.data.phantoms.command import write_phantom
-from cpu3d.data.sampling import sample_at
+from cpu3d.data.sampling import case_at
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.run.checkpoint import load_checkpoint, newest
@@ -119,9 +119,7 @@ def test_a_voxel_that_is_nan_names_its_case(tmp_path, whole, capsys, monkeypatch
     prepare(tmp_path / "raw", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     store = open_store(tmp_path / "store")
     cases = store.cases("train")
-    second = cases[
-        sample_at(3, cases=len(cases), seed=RunConfig.seed).case_index
-    ]  # of the second step's two
+    second = cases[case_at(3, cases=len(cases), seed=RunConfig.seed)]  # of the second step's two
     voxels = np.load(array_path(store.folder, second, "x"), mmap_mode="r+", allow_pickle=False)
     voxels[tuple(n // 2 for n in voxels.shape)] = 32767
     voxels.flush()

@@ -14,7 +14,7 @@ from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.native.spec import SampleSpec, Stored
 from cpu3d.data.normalise import Statistics, levels_of
 from cpu3d.data.region import by_axis
-from cpu3d.data.resolution import field_of, shrinking, turning_spacing
+from cpu3d.data.resolution import field_of, shrinking
 from models.native.build import find_compiler
 from models.native.shared import IGNORED
 
@@ -306,7 +306,7 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(resolution, position):
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
     of_voxels, of_mm = (
         draw(config, levels_of([Statistics(0, 1, 0, 1)], ()), size, seed=1, position=position)
-        for size in (turning_spacing((1.0, 1.0, 5.0), by_axis(resolution)), (1, 1, 1))
+        for size in (spacing_mm / resolution, (1, 1, 1))
     )
 
     def ball(around_mm):
