@@ -222,9 +222,6 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
 
 def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job:
     """A run as a job of the estimator. `cases` are volumes an epoch, or patches."""
-    engine = settings.engine
-    if engine == AUTO:
-        engine = installed_engine()
     return Job(
         unet=settings.unet,
         shape=grid,
@@ -232,7 +229,7 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
         micro_batch=settings.micro_batch,
         optimizer=settings.optimizer,
         freeze=settings.freeze,
-        engine=engine,
+        engine=installed_engine(),
         threads=threads,
         from_store=True,
         reworked=settings.augment.needs_volume,
@@ -241,16 +238,10 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
 
 
 def check_device(settings: Settings, workers: int) -> None:
-    """Raise InputError for a card with Intel's extension, or with several workers."""
-    device = settings.device
-    if device == "cpu":
-        return
-    if settings.engine == "itex":
-        rule = f"--engine must be auto or stock on {device}, got itex, which computes on CPUs"
-        raise InputError(f"{rule}; give --engine stock")
-    if workers > 1:
+    """Raise InputError for a card with several workers."""
+    if settings.device != "cpu" and workers > 1:
         rule = "--device must be cpu for several workers"
-        raise InputError(f"{rule}, got {device}; give --device cpu")
+        raise InputError(f"{rule}, got {settings.device}; give --device cpu")
 
 
 def micro_batch_of(settings: Settings, workers: int) -> int:

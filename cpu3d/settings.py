@@ -27,7 +27,6 @@ from cpu3d.data.normalise import Normalisation
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import check, option, to_command_line
-from memory_estimator.installed import ENGINES
 from memory_estimator.job import (
     AUTO,
     DEFAULT_RECIPE,
@@ -211,11 +210,6 @@ class Settings:
     keep: int = 3  # checkpoints, besides the best weights
     seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
-    engine: str = _training(
-        AUTO,
-        "itex (TensorFlow with Intel's extension) or stock; auto: itex if installed",
-        choices=(AUTO, *ENGINES),
-    )
 
     def __post_init__(self) -> None:
         check(self, InputError)

@@ -99,9 +99,7 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
     )
     if engine != content["engine_name"]:
         rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
-        raise InputError(
-            f"{rule}; give all workers the same --engine, and their hosts the same packages"
-        )
+        raise InputError(f"{rule}; give their hosts the same packages")
     if config.split_hash != store.manifest.split_hash:
         got = f"split {store.manifest.split_hash} for {config.split_hash}"
         raise InputError(

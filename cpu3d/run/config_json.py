@@ -25,7 +25,7 @@ OF_STORE = [field.name for field in dataclasses.fields(StoreFacts)]
 
 CHANGEABLE = (
     "store", "epochs", "steps", "budget_minutes", "coarse_steps", "validations",
-    "save_minutes", "keep", "learning_rate", "engine", "device", "micro_batch", "unet.policy",
+    "save_minutes", "keep", "learning_rate", "device", "micro_batch", "unet.policy",
 )  # fmt: skip
 """Settings that may change when a run is continued: its length and what follows from it, its rate,
 and how it is computed. All others would make it another run. With batch norm the micro-batch is

@@ -23,9 +23,8 @@ from cpu3d.host.thread_plan import host_share
 from cpu3d.plan import Plan, make_plan
 from cpu3d.plan_text import check_run, learnable, plan_lines
 from cpu3d.run.checkpoint import BEST, checkpoints, is_trained
-from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import SETTINGS, RunConfig, TrainOptions, left_open
+from cpu3d.settings import SETTINGS, RunConfig, TrainOptions
 from cpu3d.training.pulse import Pulse
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -164,7 +163,6 @@ class _Call:
         self.store = open_store(store_folder)
         self.host = host_share(read_host(), len(self.cluster.local_ranks))
         self.gpus = HostGpus()
-        self.engine = left_open(settings.get("engine"))
         self.device = "cpu"
         self.engine_name = ""  # once this process is set up
         self._plan: Optional[Plan] = None  # of a worker that is not the chief, once it has joined
@@ -194,18 +192,15 @@ class _Call:
         if self.cluster.is_chief:
             self.made_plan()
             say(*plan_lines(self.plan, self.host))
-            self.engine = left_open(self.plan.config.engine)
             self.device = self.plan.config.device
             if not self.plan.continues:
                 self.refuse_what_does_not_fit()
-        elif "engine" not in self.settings and (self.folder / "config.json").is_file():
-            self.engine = left_open(load_config(self.folder).engine)
 
     def join(self) -> Exchange:
         """Set up this process for TensorFlow, meet the other workers, and take the chief's plan."""
         cluster = self.cluster
         place = (cluster.local_index, len(cluster.local_ranks))
-        _, self.threads, tf = set_up(self.engine, self.device, local=place)
+        _, self.threads, tf = set_up(device=self.device, local=place)
         self.engine_name = engine_name(tf)
         if cluster.is_chief:
             plan = {**self.plan.to_json(), "engine_name": self.engine_name}

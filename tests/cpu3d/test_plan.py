@@ -53,7 +53,7 @@ def with_free(free_bytes):
 
 
 def planned(store, folder, workers=1, host=HOST, **settings):
-    return make_plan(store, folder, host, {**SMALL, "engine": "itex", **settings}, workers=workers)
+    return make_plan(store, folder, host, {**SMALL, **settings}, workers=workers)
 
 
 def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
@@ -108,7 +108,7 @@ def test_without_native_operations_layers_are_planned(phantom_store, tmp_path, m
     here = dataclasses.replace(HOST, is_here=True)
     plan = planned(phantom_store, tmp_path, host=here)
     own = planned(phantom_store, tmp_path)
-    assert "not built" in plan.reasons["native operations"]
+    assert "built" in plan.reasons["native operations"]
     assert "native operations" not in own.reasons
     assert plan.forecast.upper_bound_bytes > own.forecast.upper_bound_bytes
     assert plan.forecast.full.step_s > own.forecast.full.step_s
@@ -146,13 +146,12 @@ def test_the_same_command_and_a_shorter_one_continue_a_run_whatever_the_host_wou
         {"policy": "lean"},
         {"micro_batch": 2},
         {"learning_rate": 0.005},
-        {"engine": "stock"},
     ],
 )
 def test_a_run_may_change_its_length_its_rate_and_how_it_is_computed(
     phantom_store, tmp_path, changes
 ):
-    first = begun(phantom_store, tmp_path, depth=3, batch=2, policy="speed", engine="itex").config
+    first = begun(phantom_store, tmp_path, depth=3, batch=2, policy="speed").config
     config = make_plan(phantom_store, tmp_path, HOST, changes).config
     (name, value) = next(iter(changes.items()))
     assert getattr(config.unet if name == "policy" else config, name) == value
@@ -620,8 +619,8 @@ def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):
     assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)
     older = dataclasses.replace(CARD, compute_capability=(7, 5))
     assert plan(older).config.unet.dtype == "float32"
-    with pytest.raises(InputError, match="engine must be auto or stock on gpu:0, got itex"):
-        plan(CARD, engine="itex")
+    with pytest.raises(InputError, match="--device must be cpu for several workers, got gpu:0"):
+        make_plan(phantom_store, tmp_path, HOST, {**settings, "batch": 2}, gpus=(CARD,), workers=2)
     small, full, silent = (
         dataclasses.replace(CARD, free_bytes=free) for free in (round(1.02 * GIB), 2**20, None)
     )

@@ -55,7 +55,7 @@ def learner(grid, **network):
         str(code): tuple(range(code, unet.outputs + 1)) for code in range(1, unet.outputs + 1)
     }  # nested
     config = RunConfig(region_codes=regions, regions=tuple(regions), grid=grid, unet=unet)
-    return Learner(dataclasses.replace(config, batch=1, micro_batch=1, engine="auto"))
+    return Learner(dataclasses.replace(config, batch=1, micro_batch=1))
 
 
 @pytest.mark.parametrize("ignored", [0, 0.5])
