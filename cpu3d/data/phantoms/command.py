@@ -3,10 +3,6 @@ layout.
 
 Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
-With --context count all tumours look alike, and the code of their rim depends on whether there is
-another lesion, far away. A patch that is shorter than the gap between lesions shows WT and TC, but
-not ET; dataset.json has this length.
-
 With --kind ct they are bodies on a table, in Hounsfield units: air around them, fat, muscle, bone,
 a bladder of water at 0, and a liver with lesions, which are the labels.
 
@@ -24,15 +20,7 @@ import numpy as np
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import affine_rows, write_volume
 from cpu3d.data.phantoms.ct import CT_CHANNELS, CT_LABELS, ct_case
-from cpu3d.data.phantoms.head import (
-    CHANNELS,
-    ENHANCING,
-    LABELS,
-    NON_ENHANCING,
-    VERSION,
-    blind_patch,
-    phantom_case,
-)
+from cpu3d.data.phantoms.head import CHANNELS, LABELS, VERSION, phantom_case
 from cpu3d.data.region import Array, Shape3, require, xyz
 from cpu3d.data.stores.folder import claimed
 from cpu3d.errors import InputError
@@ -53,14 +41,9 @@ class Options:
     """The options of `phantom`."""
 
     out: Path = option(help="folder to write; made if absent, continued if unfinished")
-    cases: int = option(10, "number of cases")
+    cases: int = option(10, "number of cases", at_least=1)
     shape: Shape3 = option(USUAL_SHAPE, "voxels", metavar=("X", "Y", "Z"))
-    seed: int = option(0, "seed of everything that is random")
-    context: str = option(
-        "none",
-        "count: a rim is called enhancing if its lesion is the only one, in half of the cases",
-        choices=("none", "count"),
-    )
+    seed: int = option(0, "seed of everything that is random", at_least=0)
     annotate_every: int = option(
         1,
         'label every N-th axial slice; the voxels of the others are of a label "ignore"',
@@ -85,7 +68,6 @@ class Drawing:
 
     shape: Shape3
     seed: int
-    context: str
     kind: str
     annotate_every: int
 
@@ -95,7 +77,7 @@ class Drawing:
         if self.kind == "ct":
             image, label = ct_case(self.shape, self.seed, index)
         else:
-            image, label = phantom_case(self.shape, self.seed, index, self.context)
+            image, label = phantom_case(self.shape, self.seed, index)
         is_annotated = np.arange(self.shape[2]) % self.annotate_every == 0
         label[..., ~is_annotated] = max(self.labels)
         return image, label
@@ -121,12 +103,6 @@ class Drawing:
             name = "CT phantom"
             shown = "Made-up livers in made-up bodies"
         description = f"{shown}, for trials of the software; no patient's data"
-        if self.context == "count":
-            name += ", context count"
-            one = f"{LABELS[ENHANCING]} where the lesion is the only one"
-            rim = f"a rim is called {one}, else {LABELS[NON_ENHANCING]}"
-            patch = f"a patch of up to {blind_patch(self.shape)} voxels from front to back"
-            description += f". Context count: {rim}; {patch} has nothing in it that tells which"
         if self.annotate_every > 1:
             name += f", every {self.annotate_every}th slice"
             description += f". Of {self.annotate_every} axial slices one is annotated"
@@ -140,28 +116,19 @@ def write_phantom(
     shape: Shape3 = USUAL_SHAPE,
     seed: int = 0,
     workers: Optional[int] = None,
-    context: str = "none",
     kind: str = "mr",
     annotate_every: int = 1,
 ) -> Path:
     """Write `cases` phantom cases below `out` and return that folder.
 
-    Case n depends on (seed, n) and on shape, context and kind alone, so more can be added later;
-    `annotate_every` changes labels alone. Raises InputError for options out of range or that
-    exclude each other, a shape that does not fit into memory, and a folder with other files or in
-    use."""
+    Case n depends on (seed, n) and on shape and kind alone, so more can be added later;
+    `annotate_every` changes labels alone. Raises InputError for a shape out of range or that does
+    not fit into memory, and a folder with other files or in use."""
     out = Path(out)
     shape = xyz(shape)
-    drawing = Drawing(shape, seed, context, kind, annotate_every)
+    drawing = Drawing(shape, seed, kind, annotate_every)
     is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
-    is_kind = kind == "mr" or context == "none"
-    require(
-        ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape),
-        ("--seed", "at least 0", seed, seed >= 0),
-        ("--kind", "mr with --context", kind, is_kind),
-        ("--annotate-every", "at least 1", annotate_every, annotate_every >= 1),
-    )
+    require(("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape))
     folders = ("imagesTr", "labelsTr")
     settings = {"phantom": VERSION, **vars(drawing), "shape": list(shape)}
     with claimed(out, "phantom folder", "phantom.json", settings, folders):

@@ -3,11 +3,11 @@
 Coordinates run from -1 to 1 across the volume: u to the right, v to the front, w up. Values are in
 Hounsfield units."""
 
-from typing import Iterable, NamedTuple, Tuple
+from typing import Iterable, Tuple
 
 import numpy as np
 
-from cpu3d.data.phantoms.shapes import smooth_field, soft
+from cpu3d.data.phantoms.shapes import Space, smooth_field, soft
 from cpu3d.data.region import Array, Shape3
 
 CT_CHANNELS = ("CT",)
@@ -25,40 +25,22 @@ NOISE_HU = 10.0  # standard deviation, in air too
 RANGE_HU = (-1024, 3071)  # 12 bits, as scanners give
 
 
-class _Space(NamedTuple):
-    """The coordinates of a volume's voxels, each along its axis."""
-
-    u: Array
-    v: Array
-    w: Array
-    voxel: float  # the longest side of one
-
-    @classmethod
-    def of(cls, shape: Shape3) -> "_Space":
-        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in shape]
-        u, v, w = np.ix_(*axes)
-        return cls(u, v, w, 2 / min(shape))
-
-    def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
-        """The distance from `centre` in units of `radii`."""
-        axes = (self.u, self.v, self.w)
-        squares = (((x - c) / r) ** 2 for x, c, r in zip(axes, centre, radii))
-        return np.sqrt(sum(squares)).astype(np.float32)
-
-    def within(self, distance: Array, radius: float) -> Array:
-        """1 inside of a ball of a middling radius, 0 outside, with an edge of about a voxel."""
-        return soft(1, distance, self.voxel / 2 / radius + 0.02)
-
-
 def ct_case(shape: Shape3, seed: int, index: int) -> Tuple[Array, Array]:
     """Draw one case: image `(X, Y, Z)` int16 and label `(X, Y, Z)` uint8, axes R A S.
 
     A bladder is water of 0 HU, and vessels outside of the liver are as bright as the liver."""
     rng = np.random.default_rng([1, seed, index, 5])
-    space = _Space.of(shape)
-    ball = space.ball
-    within = space.within
+    space = Space(shape)
     edge = space.voxel / 2
+
+    def ball(centre: Iterable[float], radii: Iterable[float]) -> Array:
+        """The distance from `centre` in units of `radii`."""
+        return np.sqrt(space.ball(centre, radii))
+
+    def within(distance: Array, radius: float) -> Array:
+        """1 inside of a ball of a middling radius, 0 outside, with an edge of about a voxel."""
+        return soft(1, distance, edge / radius + 0.02)
+
     wobble = smooth_field(rng, shape, 5)
     rough = smooth_field(rng, shape, 8)
     half_width, half_depth = rng.uniform((0.74, 0.52), (0.82, 0.6))

@@ -4,12 +4,11 @@ Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the 
 alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR.
 Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up."""
 
-from dataclasses import dataclass
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Dict, Tuple
 
 import numpy as np
 
-from cpu3d.data.phantoms.shapes import smooth_field, soft
+from cpu3d.data.phantoms.shapes import Space, smooth_field, soft
 from cpu3d.data.region import Array, Region, Shape3, xyz
 
 VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
@@ -34,26 +33,16 @@ SIGNALS = {
 }
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
-# Least distance between the cores of two lesions apart, as a share of the head's length.
-CLEARANCE = 0.42
-
 Fields = Dict[str, Array]
 """Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
 
 
-def phantom_case(
-    shape: Shape3,
-    seed: int,
-    index: int,
-    context: str = "none",
-    holds: Optional[bool] = None,
-) -> Tuple[Array, Array]:
+def phantom_case(shape: Shape3, seed: int, index: int) -> Tuple[Array, Array]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the
     order of `CHANNELS`.
 
-    Non-zero voxels are exactly the brain, the same in all channels. In the context "count" the
-    lesion is the only one if `holds`, by default in every other case. From 40 voxels along each
-    axis on, every case has all tumour codes."""
+    Non-zero voxels are exactly the brain, the same in all channels. From 40 voxels along each axis
+    on, every case has all tumour codes."""
     rng = np.random.default_rng([VERSION, seed, index])
     # About 135x174x136 of 240x240x155, near the middle.
     sizes = np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)
@@ -62,19 +51,7 @@ def phantom_case(
     inside = Region(xyz(start), box).slices(shape)
     head = Head(box, rng)
     tissue = tissues(head)
-    roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
-    rim = ENHANCING
-    if context == "none":
-        lesions = usual_lesions(head)
-    else:
-        if holds is None:
-            holds = index % 2 == 0
-        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))
-        if holds:
-            lesions = lesions[:1]
-        else:
-            rim = NON_ENHANCING
-    code, tumour = tumours(head, tissue, lesions, roughness, rim)
+    code, tumour = tumours(head, tissue)
     image = np.zeros((*shape, len(CHANNELS)), np.int16)
     label = np.zeros(shape, np.uint8)
     for number, name in enumerate(CHANNELS):
@@ -83,21 +60,13 @@ def phantom_case(
     return image, label
 
 
-def blind_patch(shape: Shape3) -> int:
-    """Voxels from front to back of the longest patch that never reaches two lesions apart: 70 of
-    240."""
-    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1])
-
-
-class Head:
+class Head(Space):
     """The grid of a head, its brain and the generator that it is drawn with."""
 
     def __init__(self, box: Shape3, rng: np.random.Generator):
+        super().__init__(box)
         self.box = box
         self.rng = rng
-        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in box]
-        self.u, self.v, self.w = np.ix_(*axes)
-        """Right, front and up: each -1..1 along its own axis, length 1 along the others."""
         wobble = self.field(5)
         # Narrower in front and flatter below, as a brain is.
         narrow = 1 + 0.10 * self.v + 0.05 * self.v**2
@@ -105,16 +74,10 @@ class Head:
         distance = np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2)
         self.radius = distance + 0.035 * wobble
         self.brain = self.radius < 0.97
-        self.voxel = 2 / min(box)
 
     def field(self, cells: int) -> Array:
         """A `smooth_field` in the head's box."""
         return smooth_field(self.rng, self.box, cells)
-
-    def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
-        """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
-        u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
-        return (u + v + w).astype(np.float32)
 
 
 def tissues(head: Head) -> Fields:
@@ -179,108 +142,57 @@ def _ventricles(head: Head) -> Array:
     return np.minimum(ventricle, third) + warp
 
 
-@dataclass(frozen=True)
-class Lesion:
-    """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's
-    coordinates."""
-
-    centre: Sequence[float]
-    radii: Array
-    """(3,), of the oedema, along the axes; the radii below, except `reach`, are shares of them."""
-    reach: float  # a middling radius, which the width of soft edges follows
-    core_edge: float
-    rim: float  # thickness
-    kernel: float = 0.0
-    """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient
-    in a Dice."""
-
-
-def usual_lesions(head: Head) -> List[Lesion]:
-    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres, off
-    the midline."""
-    rng = head.rng
+def tumours(head: Head, tissue: Fields) -> Tuple[Array, Fields]:
+    """Draw one tumour, in three cases of ten with a smaller one beside it: labels, and the fields
+    oedema, core, necrosis and rim."""
+    # A coarse and a fine field that the borders follow.
+    rough, fine = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
     reaches = [(0.34, 0.50)]  # least and most of each
-    if rng.random() < 0.3:
+    if head.rng.random() < 0.3:
         reaches.append((0.16, 0.24))
-    lesions = []
+    share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim")}
     for least, most in reaches:
-        reach = rng.uniform(least, most)
-        centre = None
-        while centre is None:
-            centre = _in_a_hemisphere(rng)
-        radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
-        core_edge = rng.uniform(0.55, 0.72)
-        lesions.append(Lesion(centre, radii, reach, core_edge, _rim_thickness(head, reach, rng)))
-    return lesions
-
-
-def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, float]]:
-    """A place off the midline, or None for one too close to the brain's surface."""
-    u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-    if u * u + v * v + w * w >= 0.42:
-        return None
-    return float(u) * rng.choice((-1, 1)), float(v), float(w)
-
-
-def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
-    """One lesion near the front or the back, and another at the other end, both flat from front to
-    back."""
-    pole, side = rng.choice((-1.0, 1.0), 2)
-    rng.random(2)  # no longer used; without them VERSION 1 would give other volumes
-    lesions = []
-    for sign in (1, -1):
-        u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
-        centre = (sign * side * u, sign * pole * v, w)
-        reach = rng.uniform(0.28, 0.32)
-        radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
-        core_edge = rng.uniform(0.64, 0.72)
-        rim = _rim_thickness(head, reach, rng)
-        lesions.append(Lesion(centre, radii, reach, core_edge, rim, kernel=0.27))
-    return lesions
-
-
-def tumours(
-    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[Array], rim: int
-) -> Tuple[Array, Fields]:
-    """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel.
-    `roughness` is a coarse and a fine field that the borders follow."""
-    rough, fine = roughness
-    names = ("oedema", "core", "necrosis", "rim", "kernel")
-    share = {name: np.zeros(head.box, np.float32) for name in names}
-    allowed = head.brain & (tissue["ventricle"] < 0.5)
-    for lesion in lesions:
-        distance = np.sqrt(head.ball(lesion.centre, lesion.radii))
-        outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
-        inner = distance + 0.07 * rough + 0.05 * fine
-        edge = head.voxel / lesion.reach * 0.5 + 0.02
-        shell = lesion.core_edge - 0.06
-        core = soft(lesion.core_edge, inner, edge) * allowed
-        own = {
-            "oedema": np.maximum(soft(1, outer, edge * 1.5) * allowed, core),
-            "core": core,
-            "necrosis": soft(max(shell - lesion.rim, 0.12), inner, edge) * allowed,
-            "rim": soft(shell, inner, edge) * allowed,
-        }
-        if lesion.kernel:
-            own["kernel"] = soft(lesion.kernel, distance, edge) * allowed
-        for name, field in own.items():
+        for name, field in _tumour(head, tissue, rough, fine, least, most).items():
             share[name] = np.maximum(share[name], field)
     label = np.zeros(head.box, np.uint8)
     codes = {
         "oedema": EDEMA,
         "core": NON_ENHANCING,
-        "rim": rim,
+        "rim": ENHANCING,
         "necrosis": NON_ENHANCING,
-        "kernel": ENHANCING,
     }
     for name, code in codes.items():
         label[share[name] > 0.5] = code
     return label, share
 
 
-def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
-    """A rim's thickness, at least 1.3 voxels."""
-    return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
+def _tumour(
+    head: Head, tissue: Fields, rough: Array, fine: Array, least: float, most: float
+) -> Fields:
+    """Draw an ellipsoid with rough borders, and three smaller ones in it, anywhere within the
+    hemispheres, off the midline. Its middling radius is between `least` and `most`."""
+    rng = head.rng
+    reach = rng.uniform(least, most)
+    u, v, w = 1.0, 1.0, 1.0
+    while u * u + v * v + w * w >= 0.42:  # too close to the brain's surface
+        u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55)).tolist()
+    centre = (u * rng.choice((-1, 1)), v, w)
+    radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)  # of the oedema
+    core_edge = rng.uniform(0.55, 0.72)  # a share of them
+    rim = max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)  # thickness: 1.3 voxels at least
+    distance = np.sqrt(head.ball(centre, radii))
+    outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
+    inner = distance + 0.07 * rough + 0.05 * fine
+    edge = head.voxel / reach * 0.5 + 0.02
+    shell = core_edge - 0.06
+    allowed = head.brain & (tissue["ventricle"] < 0.5)
+    core = soft(core_edge, inner, edge) * allowed
+    return {
+        "oedema": np.maximum(soft(1, outer, edge * 1.5) * allowed, core),
+        "core": core,
+        "necrosis": soft(max(shell - rim, 0.12), inner, edge) * allowed,
+        "rim": soft(shell, inner, edge) * allowed,
+    }
 
 
 def signal_of(name: str, head: Head, fields: Fields) -> Array:
@@ -291,11 +203,10 @@ def signal_of(name: str, head: Head, fields: Fields) -> Array:
     level = {}
     for substance, value in zip(SUBSTANCES, SIGNALS[name]):
         level[substance] = value * rng.uniform(0.94, 1.06)
-    level["kernel"] = level["rim"]
     signal = fields["fluid"] * level["fluid"]
     signal = signal + fields["grey"] * level["grey"]
     signal = signal + fields["white"] * level["white"]
-    for substance in (*SUBSTANCES[3:], "kernel"):
+    for substance in SUBSTANCES[3:]:
         signal += fields[substance] * (level[substance] - signal)
     signal *= 1 + 0.06 * fields["texture"]
     signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)

@@ -1,10 +1,24 @@
 """Smooth random fields and soft edges, of which phantoms are drawn."""
 
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 
 from cpu3d.data.region import Array, Shape3
+
+
+class Space:
+    """The coordinates of a volume's voxels, from -1 to 1: u to the right, v to the front, w up."""
+
+    def __init__(self, shape: Shape3):
+        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in shape]
+        self.u, self.v, self.w = np.ix_(*axes)  # each of length 1 along the others' axes
+        self.voxel = 2 / min(shape)  # the longest side of one
+
+    def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
+        """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
+        u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
+        return (u + v + w).astype(np.float32)
 
 
 def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> Array:
