@@ -15,7 +15,7 @@ import numpy as np
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.find import find_cases
 from cpu3d.data.datasets.layouts import LABEL_CODES, LabelCodes, label_codes_of
-from cpu3d.data.datasets.names import places_of
+from cpu3d.data.datasets.names import indices_of
 from cpu3d.data.labels import PaintedRegions, painted_codes
 from cpu3d.data.nifti import read_grid
 from cpu3d.errors import InputError, raise_if_any
@@ -119,10 +119,10 @@ def _with_channels(
         return files, channels
     where = f"case {files.case_id} in {files.images[0].parent}"
     try:
-        places = places_of(store, names, where)
+        places = indices_of(store, names, where)
         channels = store
     except InputError:
-        places = places_of(inputs, names, where)
+        places = indices_of(inputs, names, where)
         channels = inputs
     if len(files.images) > 1:
         images = tuple(files.images[place] for place in places)
@@ -154,12 +154,10 @@ def codes_for(
     if not translated:
         return STORE, labels, PaintedRegions(regions, painted.items()), {}
     codes_of = {
-        name: tuple(sorted({own for code in codes for own in translated[code]}))
-        for name, codes in regions.items()
+        name: tuple(sorted({translated[code] for code in codes})) for name, codes in regions.items()
     }
-    written = {code: own[0] for code, own in translated.items()}
-    paint = [(name, written[code]) for name, code in painted.items()]
-    return own.of, own.labels, PaintedRegions(codes_of, paint), written
+    paint = [(name, translated[code]) for name, code in painted.items()]
+    return own.of, own.labels, PaintedRegions(codes_of, paint), translated
 
 
 # --- Private helpers ---

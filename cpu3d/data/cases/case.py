@@ -40,7 +40,7 @@ from cpu3d.data.cases.resample import (
     spacing_at,
 )
 from cpu3d.data.datasets.dataset import CaseFiles
-from cpu3d.data.datasets.names import places_of
+from cpu3d.data.datasets.names import indices_of
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
@@ -381,7 +381,7 @@ def channel_indices(
     indices: Sequence[int] = range(len(names))
     expected = names
     if present:
-        indices = places_of(names, present, str(path))
+        indices = indices_of(names, present, str(path))
         expected = present
     if count != len(expected):
         rule = f"{path} must hold {counted(len(expected), 'channel')}, {', '.join(expected)}"

@@ -14,7 +14,7 @@ import numpy as np
 from cpu3d.data.background import background_share, without_residue
 from cpu3d.data.cases.channels import content_box, rounding_in_windows
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset
-from cpu3d.data.datasets.names import channel_key, without_number
+from cpu3d.data.datasets.names import channel_key
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.normalise import (
@@ -84,7 +84,7 @@ def decide(
     """
     decided = chosen_kinds(dataset.channels, chosen)
     for name in dataset.channels:
-        kind = NAMED.get(channel_key(without_number(name)))
+        kind = NAMED.get(channel_key(name))
         if is_ct(name):
             kind = Kind.CT
         if kind and name not in decided:

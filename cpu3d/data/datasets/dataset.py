@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from cpu3d.data.datasets.names import places_of
+from cpu3d.data.datasets.names import indices_of
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.split import Split
 from cpu3d.errors import raise_if_any
@@ -68,7 +68,7 @@ class Dataset:
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""
-        places = places_of(wanted, self.channels, f"data set {self.folder}")
+        places = indices_of(wanted, self.channels, f"data set {self.folder}")
         if places == tuple(range(len(self.channels))):
             return replace(self, channels=tuple(wanted))
 

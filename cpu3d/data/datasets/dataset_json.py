@@ -5,15 +5,14 @@ about = describing(Path("Task01/imagesTs/a.nii.gz"))    # of Task01/dataset.json
 about.channels, about.labels
 """
 
-import contextlib
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Annotated, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 
-from cpu3d.data.datasets.names import check_printable, numbered_twins, read_names, same_channels
+from cpu3d.data.datasets.names import check_printable, same_channels
 from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.files import read_json, reason, typed
 
@@ -51,30 +50,19 @@ class ListedCase(msgspec.Struct):
     label: Optional[str] = None
 
 
-class _About(msgspec.Struct):
-    """The fields of a dataset.json that tell of its images."""
+class _Content(msgspec.Struct):
+    """The fields of a dataset.json that are read."""
 
     modality: Union[Numbered, str, None] = None  # MONAI's "MRI" names none
     channel_names: Optional[Numbered] = None  # of nnU-Net 2
     labels: Optional[Dict[str, Any]] = None  # code -> name, or in nnU-Net 2 name -> code or codes
     name: Optional[str] = None
     regions_class_order: Optional[List[int]] = None  # of nnU-Net 2, as the next
-    file_ending: Any = None
-    validation: List[Any] = []  # of MONAI's lists
-    training_cases: Any = msgspec.field(default=None, name="numTraining")
-    size: Any = msgspec.field(default=None, name="tensorImageSize")
-
-
-class _Training(msgspec.Struct):
-    """The field that lists the cases."""
-
-    training: Annotated[List[Entry], msgspec.Meta(min_length=1)]
-
-
-class _Cases(msgspec.Struct):
-    """The field of nnU-Net 2 that may list the cases by id."""
-
+    file_ending: str = ".nii.gz"
     dataset: Optional[Dict[str, ListedCase]] = None
+    training: List[Entry] = []
+    validation: List[Any] = []  # of MONAI's lists
+    training_cases: Optional[int] = msgspec.field(default=None, name="numTraining")
 
 
 @dataclass(frozen=True)
@@ -83,49 +71,38 @@ class Description:
 
     path: Path
     channels: Tuple[str, ...]
-    """In the order of a 4D file's volumes, and of nnU-Net's numbers. Those of one name are
-    `numbered_twins`."""
+    """In the order of a 4D file's volumes, and of nnU-Net's numbers."""
     labels: Dict[int, str]  # code -> name; empty if there are none
     is_nnunet2: bool
-    name: str = ""
+    name: str
+    file_ending: str  # of nnU-Net 2
+    training_cases: Optional[int]  # their number, as it is told
+    entries: Sequence[Entry]
+    listing: Mapping[str, ListedCase]  # the cases of nnU-Net 2 by id; it may have none
+    unread: int  # cases that are listed under "validation"
     regions: Optional[Dict[str, Tuple[int, ...]]] = None
     """Region -> its label codes, in the order of the list; None if it names labels alone."""
     class_order: Tuple[int, ...] = ()  # the code to paint for each of `regions`; () if not told
     ignore: Optional[int] = None  # label code of voxels that are not to be learnt
-    file_ending: Any = None  # of nnU-Net 2, as the next
-    training_cases: Any = None
-    unread: int = 0  # cases that are listed under "validation"
-
-    @property
-    def channels_field(self) -> str:
-        """The field of dataset.json that names the channels."""
-        return "channel_names" if self.is_nnunet2 else "modality"
 
 
 def describe(path: Path) -> Description:
-    """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
-    is missing, if two names mean one channel, or if labels are no names of codes or of regions."""
-    content: _About = _read(path, _About)
+    """Read a dataset.json. Raises InputError if it is damaged, if a channel's number is missing, if
+    two names mean one channel, or if labels are no names of codes or of regions."""
+    content = _read(path)
+    numbered = content.channel_names or {}
     # With a list of its cases, also if channels are named in both ways.
     has_modality = isinstance(content.modality, dict)
-    numbered = content.channel_names
     if not numbered and isinstance(content.modality, dict):
         numbered = content.modality
-    problems = []
-    # Other values are in use, as "3d" or a list, and nothing else is read of it.
-    if content.size == "2D":
-        rule = f'tensorImageSize of {path} must be "4D" or "3D", as 2D images are not read'
-        problems.append(f'{rule}, got "2D"; convert them')
-    if not numbered:
-        channels = _named_by_files(path)
-    else:
-        channels = numbered_twins([name for _, name in sorted(numbered.items())])
-        if sorted(numbered) != list(range(len(numbered))):
-            rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
-            problems.append(f"{rule}, got {sorted(numbered)}; correct it")
+    channels = tuple(name for _, name in sorted(numbered.items()))
     if not channels:
         rule = f'{path} must name channels, as "modality" (Decathlon, nnU-Net 1, MONAI)'
         raise InputError(f'{rule} or "channel_names" (nnU-Net 2), got none; add them')
+    problems = []
+    if sorted(numbered) != list(range(len(channels))):
+        rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
+        problems.append(f"{rule}, got {sorted(numbered)}; correct it")
     for alike in same_channels(channels):
         rule = f"channels of {path} must have different names"
         problems.append(f"{rule}, got {', '.join(alike)}, which mean the same; correct them")
@@ -137,6 +114,8 @@ def describe(path: Path) -> Description:
         name=content.name or "",
         file_ending=content.file_ending,
         training_cases=content.training_cases,
+        entries=content.training,
+        listing=content.dataset or {},
         unread=len(content.validation),
     )
     labels = content.labels or {}
@@ -150,31 +129,19 @@ def describe(path: Path) -> Description:
     return about
 
 
-def entries_of(path: Path) -> List[Entry]:
-    """The training cases that a dataset.json lists. Raises InputError if it lists none."""
-    listed: _Training = _read(path, _Training)
-    return listed.training
-
-
-def listing_of(path: Path) -> Dict[str, ListedCase]:
-    """The cases that a dataset.json of nnU-Net 2 lists, by id; it may have none."""
-    listed: _Cases = _read(path, _Cases)
-    return listed.dataset or {}
-
-
 def describing(image: Path) -> Optional[Description]:
     """The description of the data set that an image is of; None if there is none.
 
     It is in the dataset.json above the image's folder imagesTr, imagesTs or of another such name,
-    or beside the image; there it may be anybody's, and one that names no channels is passed over.
-    It is read once, until the file changes. Raises InputError as `describe`.
+    or beside the image. It is read once, until the file changes. Raises InputError as `describe`.
     """
     folder = image.absolute().parent
-    for place in (folder, folder.parent):
-        if place.name.lower().startswith("images") and (place.parent / NAME).exists():
-            return _kept(place.parent / NAME)
+    for images in (folder, folder.parent):
+        above = images.parent / NAME
+        if images.name.lower().startswith("images") and above.exists():
+            return _described(above, above.stat().st_mtime_ns)
     beside = folder / NAME
-    return _kept(beside, may_be_other=True) if beside.is_file() else None
+    return _described(beside, beside.stat().st_mtime_ns) if beside.is_file() else None
 
 
 def names_of_codes(regions: Regions) -> Dict[int, str]:
@@ -192,32 +159,9 @@ def names_of_codes(regions: Regions) -> Dict[int, str]:
 # --- Private helpers ---
 
 
-def _kept(path: Path, may_be_other: bool = False) -> Optional[Description]:
-    """`describe`, with the results of the last files kept."""
-    status = path.stat()
-    return _described(path, may_be_other, status.st_mtime_ns, status.st_size)
-
-
 @functools.lru_cache(maxsize=16)
-def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Optional[Description]:
-    if may_be_other:
-        with contextlib.suppress(OSError, ValueError):  # refused by `describe`
-            content = read_json(path)
-            if not isinstance(content, dict) or not {"modality", "channel_names"} & set(content):
-                return None
+def _described(path: Path, mtime_ns: int) -> Description:
     return describe(path)
-
-
-def _named_by_files(path: Path) -> Tuple[str, ...]:
-    """The channels that the files of a list's cases are named after, in their order; () if that is
-    not the same for all of them, or not told."""
-    orders = set()
-    with contextlib.suppress(InputError):
-        for entry in entries_of(path):
-            names = read_names([Path(name) for name in entry.images])
-            orders.add(tuple(name.channel or "" for name in names.values()))
-    order = orders.pop() if len(orders) == 1 else ()
-    return order if all(order) else ()
 
 
 def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -> Description:
@@ -278,18 +222,19 @@ def _region_codes(value: Any) -> Tuple[int, ...]:
     return tuple(sorted(codes))
 
 
-def _read(path: Path, kind: Any) -> Any:
-    """The fields of a dataset.json that `kind` has. Raises InputError for a file that is no such
-    JSON, and for control characters in these fields."""
+def _read(path: Path) -> _Content:
+    """The fields of a dataset.json. Raises InputError for a file that is no such JSON, and for
+    control characters in these fields."""
     rule = f"{path} must be JSON, as the Decathlon, nnU-Net and MONAI write it"
     try:
         read = read_json(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{rule}, got {reason(error)}; correct it") from None
     if isinstance(read, dict):  # before anything of it is printed
-        check_printable(path, _texts([read.get(name) for name in kind.__struct_encode_fields__]))
+        fields = _Content.__struct_encode_fields__
+        check_printable(path, _texts([read.get(name) for name in fields]))
     try:
-        return typed(read, kind, str(path))
+        return typed(read, _Content, str(path))
     except ValueError as error:
         raise InputError(f"{error}; correct it") from None
 

@@ -7,22 +7,20 @@ A dataset.json names the channels of its 4D files and of nnU-Net's numbers (_000
 file tells its own. Where nothing tells them a case has no `names`.
 """
 
-import contextlib
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Dict, Hashable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.dataset_json import describing
 from cpu3d.data.datasets.names import (
-    FileName,
     channel_key,
+    folders_with_volumes,
     ids_of_cases,
     name_of,
     read_name,
-    read_names,
     stem_of,
     volumes_in,
 )
@@ -31,7 +29,6 @@ from cpu3d.errors import InputError, raise_if_any
 
 # Names of files that lie beside images in a folder.
 NO_IMAGE = re.compile(r"(^|[\s_.-])(seg|segmentations?|labels?|masks?)$", re.IGNORECASE)
-MEND = "repair the case or leave it out"
 
 
 @dataclass
@@ -71,8 +68,10 @@ def find_cases(
     ids = ids_of_cases(
         [case.case_id for case in found.cases], [case.images[0] for case in found.cases]
     )
-    for place, case_id in enumerate(ids):
-        found.cases[place] = replace(found.cases[place], case_id=case_id, patient_id=case_id)
+    found.cases = [
+        replace(case, case_id=case_id, patient_id=case_id)
+        for case, case_id in zip(found.cases, ids)
+    ]
     return found
 
 
@@ -93,16 +92,12 @@ class _Search:
         if volumes_in(folder):
             self.add_files(volumes_in(folder), folder)
             return
-        below = _folders_in(folder, out)
-        images = [path.name for path in below if path.name.lower().startswith("images")]
+        images = [path.name for path in folder.iterdir() if path.name.lower().startswith("images")]
         if images:
-            problem = f"{rule}, got a data set; name its {' or '.join(images)}"
-            self.found.problems.append(problem)
+            names = " or ".join(sorted(images))
+            self.found.problems.append(f"{rule}, got a data set; name its {names}")
             return
-        with_volumes = []
-        for path in below:
-            candidates = [path] if volumes_in(path) else _folders_in(path, out)
-            with_volumes += [candidate for candidate in candidates if volumes_in(candidate)]
+        with_volumes = folders_with_volumes(folder, out)
         for path in with_volumes:
             self.add_files(volumes_in(path), path)
         if not with_volumes:
@@ -110,44 +105,42 @@ class _Search:
 
     def add_files(self, paths: Sequence[Path], folder: Optional[Path] = None) -> None:
         """Add the cases of the files of a folder, or of files that were named one by one."""
-        if folder and folder.name.lower().startswith("labels"):
-            self._refuse(folder, "labels")
-            return
-        images = [path for path in paths if not NO_IMAGE.search(stem_of(path))]
-        with_channels = [path for path in images if self._is_4d(path)]
-        single = [path for path in images if path not in with_channels]
-        names = read_names(single, self.channels)
-        named = [path for path in single if names[path].channel]
-        unnamed = [path for path in single if not names[path].channel]
-        if folder and named:
+        with_channels = []
+        named = []
+        unnamed = []
+        for path in paths:
+            if NO_IMAGE.search(stem_of(path)):
+                continue
+            if self._is_4d(path):
+                with_channels.append(path)
+            elif read_name(path, self.channels).channel:
+                named.append(path)
+            else:
+                unnamed.append(path)
+        if folder and named:  # other files lie beside those of a case
             with_channels = []
             unnamed = []
         elif folder and with_channels:
             unnamed = []
-        elif self.alone:
-            own = [path for path in named if names[path].channel == channel_key(self.alone)]
-            if own or unnamed:
-                named = own
         read = [*with_channels, *named, *unnamed]
-        if folder or read:
-            self.found.unread += [path for path in paths if path not in read]
+        is_labels = folder is not None and folder.name.lower().startswith("labels")
+        if is_labels or not read:
+            self._refuse(folder or paths[0], "a segmentation alone")
+            return
+        self.found.unread += [path for path in paths if path not in read]
         for path in with_channels:
-            self._add(path, stem_of(path))
-        if self._are_channels(unnamed) and not named:
-            self._add_numbered(unnamed)
+            self._add_alone(path)
+        if named and unnamed:
+            self._refuse(unnamed[0].parent, f"files such as {unnamed[0].name}")
+        elif named or self._are_channels(unnamed):
+            self._add_groups([*named, *unnamed])
         elif self.alone:
             for path in unnamed:
-                self._add(path, stem_of(path))
-        elif unnamed and not folder and not named:
+                self._add_alone(path)
+        elif unnamed and not folder and not any(map(self._has_channel, unnamed)):
             self._append(stem_of(unnamed[0]), unnamed, ())
-            named = []
         elif unnamed:
-            self._refuse(folder or unnamed[0].parent, f"files such as {unnamed[0].name}")
-            named = []
-        if named:
-            self._add_named(named, names, folder)
-        if not read:
-            self._refuse(folder or paths[0], "a segmentation alone")
+            self._refuse(unnamed[0].parent, f"files such as {unnamed[0].name}")
 
     def _refuse(self, path: Path, got: str) -> None:
         rule = f"--image {path} must hold 4D files, or 3D files whose names tell their channel"
@@ -164,115 +157,83 @@ class _Search:
             name = read_name(path, self.channels)
             return name.channel is None and name.number is None
 
+    def _has_channel(self, path: Path) -> bool:
+        """Whether a name has a channel at another place than its end, where none is read."""
+        words = re.split(r"[\s_.-]", stem_of(path))
+        return any(read_name(Path(word), self.channels).channel for word in words)
+
     def _append(self, case_id: str, images: Sequence[Path], names: Sequence[str]) -> None:
         case = CaseFiles(case_id, case_id, tuple(images), None, tuple(names))
         self.found.cases.append(case)
 
-    def _add(self, path: Path, case_id: str) -> None:
+    def _add_alone(self, path: Path) -> None:
         """Add a case whose channels are the volumes of one file."""
-        with self._problems():
+        try:
             about = describing(path)
-            names = about.channels if about else ()
-            with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
-                count = read_grid(path)[1]
-                if about and count != len(names):
-                    rule = f"{path} must hold the channels that {about.path} names"
-                    todo = f'correct the file, or "{about.channels_field}" there'
-                    self.found.problems.append(f"{rule}, {', '.join(names)}, got {count}; {todo}")
-                    return
-            self._append(case_id, [path], names)
-
-    def _add_named(
-        self, paths: Sequence[Path], names: Mapping[Path, FileName], folder: Optional[Path]
-    ) -> None:
-        """Add the cases of files that are named after their channels: one case if each channel has
-        one file, else one for each rest of a name."""
-        known = {channel_key(channel): channel for channel in self.channels}
-        is_one_case = len({names[path].channel for path in paths}) == len(paths)
-        if self.alone and not folder:
-            is_one_case = False
-        groups: Dict[Hashable, List[Path]] = defaultdict(list)
-        for path in paths:
-            groups[None if is_one_case else (path.parent, names[path].case)].append(path)
-        for files in groups.values():
-            where = folder or files[0].parent
-            case_id = min(names[path].case for path in files)
-            if not case_id or (folder and len(groups) == 1):
-                case_id = name_of(where)
-            by_channel: Dict[str, List[Path]] = defaultdict(list)
-            for path in files:
-                key = str(names[path].channel)
-                by_channel[known.get(key, key)].append(path)
-            self._add_one_each(case_id, where, by_channel)
-
-    def _add_one_each(
-        self, case_id: str, where: Path, by_channel: Mapping[str, Sequence[Path]]
-    ) -> None:
-        """Add a case with one file for each of these channels."""
-        with self._problems():
-            raise_if_any(
-                f"case {case_id} in {where} must have one file for {channel}, got "
-                f"{', '.join(path.name for path in files)}; {MEND}"
-                for channel, files in by_channel.items()
-                if len(files) != 1
-            )
-            images = [files[0] for files in by_channel.values()]
-            self._append(case_id, images, list(by_channel))
+        except InputError as error:
+            self.found.problems += error.problems
+            return
+        self._append(stem_of(path), [path], about.channels if about else ())
 
     def _are_channels(self, paths: Sequence[Path]) -> bool:
         """Whether the numbers at the end of names are nnU-Net's, of channels, and not those of
-        cases: of one channel if all are 0; of several if there is a 0, or cases of several files,
-        or a dataset.json of several channels."""
-        names = [read_name(path) for path in paths]
-        numbers = [name.number for name in names if name.number is not None]
-        if not paths or len(numbers) < len(paths):
+        cases: of one channel if all are 0; of several if more than one of them is asked for, or no
+        number is beyond them."""
+        numbers = [read_name(path).number for path in paths]
+        told = [number for number in numbers if number is not None]
+        if not paths or len(told) < len(paths):
             return False
-        about = None
-        with contextlib.suppress(InputError):  # refused later
-            about = describing(paths[0])
-        count = len(about.channels if about else self.channels)
+        count = len(self._order_at(paths[0]))
         if count <= 1:
-            return count == 1 and not any(numbers)
-        if about:
-            return True
-        if self.alone and max(numbers) >= count:
-            return False
-        cases = {(path.parent, name.case) for path, name in zip(paths, names)}
-        return 0 in numbers or len(cases) < len(paths)
+            return count == 1 and not any(told)
+        return not self.alone or max(told) < count
 
-    def _add_numbered(self, paths: Sequence[Path]) -> None:
-        """Add the cases of nnU-Net's files: <case>_<number of the channel>."""
-        groups: Dict[Tuple[Path, str], Dict[int, List[Path]]] = {}
-        for path in paths:
-            name = read_name(path)
-            by_number = groups.setdefault((path.parent, name.case), defaultdict(list))
-            by_number[name.number or 0].append(path)
-        for (folder, case_id), files in groups.items():
-            with self._problems():
-                about = describing(folder / case_id)
-                order = about.channels if about else self.channels
-                raise_if_any(
-                    f"case {case_id} in {folder} must have files of the channels 0 to "
-                    f"{len(order) - 1}, {', '.join(order)}, got {files[number][0].name}; {MEND}"
-                    for number in sorted(files)
-                    if number >= len(order)
-                )
-                if about is None and len(order) > 1:
-                    self.found.numbered.append(case_id)
-                by_channel = {order[number]: files[number] for number in sorted(files)}
-                self._add_one_each(case_id, folder, by_channel)
-
-    @contextlib.contextmanager
-    def _problems(self) -> Iterator[None]:
-        """Keep the problems of a case, which leaves the others as they are."""
+    def _order_at(self, image: Path) -> Tuple[str, ...]:
+        """The channels that nnU-Net's numbers count; those that are given if no dataset.json, or
+        one that is refused later, tells them."""
         try:
-            yield
-        except InputError as error:
-            self.found.problems += error.problems
+            about = describing(image)
+        except InputError:
+            about = None
+        return about.channels if about else self.channels
 
+    def _add_groups(self, paths: Sequence[Path]) -> None:
+        """Add the cases of files that are named after their channels, or numbered in nnU-Net's way:
+        one for each rest of a name."""
+        groups: Dict[Tuple[Path, str], List[Path]] = defaultdict(list)
+        for path in paths:
+            groups[path.parent, read_name(path, self.channels).case].append(path)
+        for (folder, rest), files in groups.items():
+            try:
+                self._add_group(rest or name_of(folder), folder, files)
+            except InputError as error:  # the other cases are read
+                self.found.problems += error.problems
 
-def _folders_in(folder: Path, out: Optional[Path]) -> List[Path]:
-    """The folders in a folder, but for hidden ones and the one that predictions go to."""
-    skipped = out.resolve() if out else None
-    paths = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-    return [path for path in paths if not path.name.startswith(".") and path.resolve() != skipped]
+    def _add_group(self, case_id: str, folder: Path, files: Sequence[Path]) -> None:
+        """Add a case with one file for each channel."""
+        mend = "repair the case or leave it out"
+        where = f"case {case_id} in {folder} must have"
+        known = {channel_key(channel): channel for channel in self.channels}
+        by_channel: Dict[str, List[str]] = defaultdict(list)
+        images = []
+        order: Tuple[str, ...] = ()
+        for path in sorted(files, key=lambda path: read_name(path).number or 0):
+            name = read_name(path, self.channels)
+            channel = str(name.channel)
+            if name.number is not None:
+                about = describing(path)
+                order = about.channels if about else self.channels
+                if about is None and len(order) > 1 and case_id not in self.found.numbered:
+                    self.found.numbered.append(case_id)
+                if name.number >= len(order):
+                    rule = f"{where} files of the channels 0 to {len(order) - 1}"
+                    raise InputError(f"{rule}, {', '.join(order)}, got {path.name}; {mend}")
+                channel = order[name.number]
+            by_channel[known.get(channel_key(channel), channel)].append(path.name)
+            images.append(path)
+        raise_if_any(
+            f"{where} one file for {channel}, got {', '.join(names)}; {mend}"
+            for channel, names in by_channel.items()
+            if len(names) != 1
+        )
+        self._append(case_id, images, list(by_channel))

@@ -14,15 +14,16 @@ Code 4 of brats2023, the resection cavity, is a region RC."""
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset
-from cpu3d.data.datasets.dataset_json import NAME, describing, names_of_codes
+from cpu3d.data.datasets.dataset_json import NAME, describing
 from cpu3d.data.datasets.listed import read_listed
 from cpu3d.data.datasets.names import (
     check_printable,
+    folders_with_volumes,
     is_ignored,
     name_of,
     stem_of,
@@ -40,8 +41,6 @@ class FolderLayout:
     suffixes: Dict[str, str]  # suffix -> channel, in the store's order, or "seg"
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()  # codes that a store has only if they occur in its cases
-    patients: Dict[str, str] = field(default_factory=dict)
-    """As PATIENT_NAMES, for this layout alone."""
 
     def channel_of(self, path: Path) -> Optional[str]:
         """The channel, or "seg", that a file's name ends in; else None."""
@@ -61,7 +60,6 @@ FOLDER_LAYOUTS = {
         {"t2f": "FLAIR", "t1n": "T1w", "t1c": "T1gd", "t2w": "T2w", "seg": "seg"},
         {**_GLIOMA, 3: "enhancing tumour", 4: "resection cavity"},
         optional=(4,),
-        patients={"layout brats2023, <patient>-<time point>": r"(.+)-\d{3}$"},
     ),
 }
 
@@ -88,34 +86,31 @@ def read_dataset(
     patients: Optional[Path] = None,
     regions: Optional[Dict[str, Tuple[int, ...]]] = None,
     ignore: Optional[int] = None,
-    labels: Optional[Dict[int, str]] = None,
 ) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set
     of one. `folder` may also be a list itself, a file .json.
 
     `patients` is a table of the cases' patients, else their names show them. `regions`, by name,
     take the place of those that the data set has. `ignore` is the code of voxels that are not to be
-    learnt, else that of a label whose name says so. `labels` are those of a list that names none,
-    else `regions` name them. Links are followed. Raises InputError for no folder, no cases, two
-    layouts, a case id twice, a dataset.json that is damaged or names files outside its folder,
-    several labels to be ignored, and as `Dataset.with_regions` and `ignoring`."""
+    learnt, else that of a label whose name says so. Links are followed.
+
+    Raises InputError for no folder, no cases, two layouts, a case id twice, a dataset.json that is
+    damaged or names files outside its folder, several labels to be ignored, and as
+    `Dataset.with_regions` and `ignoring`."""
     folder = Path(folder)
-    if labels is None and regions:
-        labels = names_of_codes(regions)
     if folder.is_file() and folder.suffix.lower() == ".json":
-        dataset = read_listed(folder, labels)
+        dataset = read_listed(folder)
     elif not folder.is_dir():
         got = "a file" if folder.exists() else "none"
         raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
     elif (folder / NAME).is_file():
-        dataset = read_listed(folder / NAME, labels)
+        dataset = read_listed(folder / NAME)
     else:
         dataset = _read_folders(folder)
     dataset = _with_ignored(dataset, ignore)
     if regions:
         dataset = dataset.with_regions(regions)
-    names = (dataset.name, *dataset.channels, *dataset.labels.values(), *(dataset.regions or ()))
-    check_printable(folder, (*names, *(case.case_id for case in dataset.cases)))
+    check_printable(folder, (dataset.name, *(case.case_id for case in dataset.cases)))
     times = Counter(case.case_id for case in dataset.cases)
     rule = f"in {folder} must be used once"
     raise_if_any(
@@ -126,11 +121,8 @@ def read_dataset(
     ids = [case.case_id for case in whole]
     patient_ids = {}
     rules = {}
-    of_layout = {}
-    if dataset.layout in FOLDER_LAYOUTS:
-        of_layout = FOLDER_LAYOUTS[dataset.layout].patients
     for case_id in ids:
-        patient_ids[case_id], rules[case_id] = patient_of(case_id, of_layout)
+        patient_ids[case_id], rules[case_id] = patient_of(case_id)
     # A first scan may have its patient's name alone, of whom others tell the time point.
     rule_of = {patient_ids[name]: rule for name, rule in rules.items() if rule != UNKNOWN}
     rules = {case_id: rule_of.get(case_id, rule) for case_id, rule in rules.items()}
@@ -252,37 +244,17 @@ class LabelCodes:
 
     def translated(
         self, labels: Mapping[int, str], regions: Mapping[str, Sequence[int]]
-    ) -> Dict[int, Tuple[int, ...]]:
-        """Code of other `regions` -> the codes here of the label with its name; or, where labels
-        are named by regions alone, of all voxels in the regions that hold it. {} if one of them
+    ) -> Dict[int, int]:
+        """Code of other `regions` -> the code here of the label with its name; {} if one of them
         has none. `labels` are code -> name."""
-        codes = sorted({code for own in regions.values() for code in own})
+        codes = sorted({code for held in regions.values() for code in held})
         if all(code in labels and self.labels.get(code) == labels[code] for code in codes):
-            return {code: (code,) for code in codes}
+            return {code: code for code in codes}
         names = _label_keys(labels)
-        own_names = _label_keys(self.labels)
-        by_name = {}
-        for code in codes:
-            alike = [own for own, name in own_names.items() if name == names.get(code)]
-            by_name[code] = tuple(alike)
-        if all(len(alike) == 1 for alike in by_name.values()):
-            return by_name
-        # A region of one label says nothing of what regions of that name hold elsewhere.
-        if all(len(own) == 1 for own in self.regions.values()):
-            return {}
-        wanted = {name.casefold(): own for name, own in regions.items()}
-        present = {name.casefold(): own for name, own in self.regions.items()}
-        if not wanted.keys() <= present.keys():
-            return {}
-        by_regions = {}
-        for code in codes:
-            holders = [code in own for own in wanted.values()]
-            by_regions[code] = tuple(
-                own
-                for own in sorted(self.labels)
-                if own and [own in present[name] for name in wanted] == holders
-            )
-        return by_regions if all(by_regions.values()) else {}
+        code_of = {name: code for code, name in _label_keys(self.labels).items()}
+        if all(names.get(code) in code_of for code in codes):
+            return {code: code_of[names[code]] for code in codes}
+        return {}
 
 
 def _label_keys(labels: Mapping[int, str]) -> Dict[int, str]:
@@ -314,7 +286,7 @@ def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
 
 def _read_folders(folder: Path) -> Dataset:
     """The data set of a folder of case folders, each case a patient of its own."""
-    folders = _case_folders(folder)
+    folders = [folder] if volumes_in(folder) else folders_with_volumes(folder)
     layouts = sorted({layout for layout in map(_layout_of, folders) if layout})
     if len(layouts) != 1:
         known = ", ".join(FOLDER_LAYOUTS)
@@ -357,23 +329,6 @@ def _read_folders(folder: Path) -> Dataset:
         problems=problems,
         patient_rules={},
     )
-
-
-def _case_folders(folder: Path) -> List[Path]:
-    """The folders of cases: `folder` itself, its subfolders, or theirs."""
-    if _layout_of(folder):
-        return [folder]
-    cases: List[Path] = []
-    for child in _subfolders(folder):
-        below = [] if _layout_of(child) else _subfolders(child)
-        cases += below if any(map(_layout_of, below)) else [child]
-    # A bad case is a folder that is empty, or that holds volumes but none with a known name.
-    return [case for case in cases if volumes_in(case) or not any(case.iterdir())]
-
-
-def _subfolders(folder: Path) -> List[Path]:
-    paths = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    return [path for path in paths if path.is_dir()]
 
 
 def _layout_of(case: Path) -> Optional[str]:

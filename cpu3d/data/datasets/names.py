@@ -10,7 +10,7 @@ import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError, raise_if_any
 
@@ -32,17 +32,16 @@ CHANNEL_NAMES = {
 # Characters that no name may have: they clear a terminal, or turn what is printed around.
 CONTROL = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 VOLUME_END = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
-_MARK = re.compile(r"[\s_.-]")
 # Before T1 at the end of a name: that contrast was given, as in BIDS (sub-1_ce-gd_T1w), or a word.
 _CONTRAST = re.compile(r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)", re.IGNORECASE)
-_TWIN = re.compile(r" \(\d+\)$")  # the end of a name that `numbered_twins` gave
 _NUMBERED = re.compile(r"(.+)_(\d{4})")  # as nnU-Net names a file: case, channel
 # A name that says "do not learn this": some of the first words, and else only such as the second.
-_IGNORED = r"ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
-_IGNORED += r"|do ?n[o']?t (care|use)|(not|non) (annotated|label+ed|used)|no (annotation|label)"
-_FILLING = r"background|label|region|area|class|voxels?|pixels?|value|index|mask|\d+"
-_FILLING += r"|to|be|or|and|the"
-_IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}))*")
+_IGNORED = (
+    r"(ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
+    r"|do ?n[o']?t (care|use)|(not|non) (annotated|label+ed|used)|no (annotation|label))"
+)
+_FILLING = r"(background|label|region|area|class|voxels?|pixels?|value|index|mask|\d+|to|be|or|the)"
+_IGNORE_NAME = re.compile(rf"({_FILLING} )*{_IGNORED}( ({_IGNORED}|{_FILLING}))*")
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,21 @@ def volumes_in(folder: Path) -> List[Path]:
     return [path for path in named if not path.name.startswith(".") and path.is_file()]
 
 
+def folders_with_volumes(folder: Path, out: Optional[Path] = None) -> List[Path]:
+    """The folders in `folder` that hold volumes, or that are in a folder that holds none; hidden
+    ones and `out`, which predictions go to, aside."""
+
+    def within(parent: Path) -> List[Path]:
+        paths = [path for path in sorted(parent.iterdir()) if path.is_dir()]
+        return [path for path in paths if not (path.name.startswith(".") or path == out)]
+
+    found: List[Path] = []
+    for path in within(folder):
+        candidates = [path] if volumes_in(path) else within(path)
+        found += [candidate for candidate in candidates if volumes_in(candidate)]
+    return found
+
+
 def name_of(folder: Path) -> str:
     """A folder's name, `composed`."""
     return composed(folder.resolve().name)
@@ -131,25 +145,8 @@ def same_channels(names: Sequence[str]) -> List[Tuple[str, ...]]:
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def numbered_twins(names: Sequence[str]) -> Tuple[str, ...]:
-    """Names of which some are the same, these with their number among them: ("MRI", "MRI") becomes
-    ("MRI (1)", "MRI (2)")."""
-    numbered = []
-    for place, name in enumerate(names):
-        if names.count(name) > 1:
-            numbered.append(f"{name} ({names[: place + 1].count(name)})")
-        else:
-            numbered.append(name)
-    return tuple(numbered)
-
-
-def without_number(name: str) -> str:
-    """The way back: the name of a channel in its data set's list."""
-    return _TWIN.sub("", name)
-
-
-def places_of(wanted: Sequence[str], present: Sequence[str], where: str) -> Tuple[int, ...]:
-    """The place of each wanted channel among those that `where` names. Raises InputError if it
+def indices_of(wanted: Sequence[str], present: Sequence[str], where: str) -> Tuple[int, ...]:
+    """The index of each wanted channel among those that `where` names. Raises InputError if it
     lacks one."""
     keys = [channel_key(name) for name in present]
     missing = [name for name in wanted if channel_key(name) not in keys]
@@ -171,66 +168,16 @@ def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:
     """What a volume's name tells. Its end is a channel, if it is one of CHANNEL_NAMES or of
     `channels`, or a number of four digits; else all of it is the case's."""
     stem = stem_of(path)
-    known = _known_keys(channels)
-    for start in (0, *(mark.end() for mark in _MARK.finditer(stem))):
+    worded = [name for name in channels if re.search(r"[^\W\d_]", name)]  # a number tells nothing
+    keys = {*CHANNEL_NAMES.values(), *map(channel_key, worded)}
+    for start in (0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))):
         key = channel_key(stem[start:])
-        if key in known:
-            return _with_contrast(stem[:start].rstrip(" _.-"), key)
+        before = stem[:start].rstrip(" _.-")
+        if key == CHANNEL_NAMES["t1"] and _CONTRAST.search(before):
+            return FileName(_CONTRAST.sub("", before), CHANNEL_NAMES["t1gd"])
+        if key in keys:
+            return FileName(before, key)
     match = _NUMBERED.fullmatch(stem)
     if match:
         return FileName(match[1], number=int(match[2]))
     return FileName(stem)
-
-
-def read_names(paths: Sequence[Path], channels: Sequence[str] = ()) -> Dict[Path, FileName]:
-    """What the names of 3D files tell: their ends; or if no end is a channel, the only channel
-    within each name, unless it is the same one in all."""
-    names = {path: read_name(path, channels) for path in paths}
-    if any(name.channel for name in names.values()):
-        return names
-    within = {path: _read_within(path, channels) for path in paths}
-    keys = {name.channel for name in within.values()}
-    return names if None in keys or len(keys) < 2 else within
-
-
-# --- Private helpers ---
-
-
-def _with_contrast(before: str, key: str) -> FileName:
-    """A name that ends in a channel, of what stands before it: T1 may be T1 with contrast."""
-    if key == CHANNEL_NAMES["t1"] and _CONTRAST.search(before):
-        return FileName(_CONTRAST.sub("", before), CHANNEL_NAMES["t1gd"])
-    return FileName(before, key)
-
-
-def _read_within(path: Path, channels: Sequence[str]) -> FileName:
-    """The only channel in a name, in one word or two, and the other words."""
-    stem = stem_of(path)
-    known = _known_keys(channels)
-    words = _MARK.split(stem)
-    matches = []
-    rest = []
-    start = 0  # of the first of `words` in the stem
-    while words:
-        taken = words[:1]
-        is_channel = False
-        for candidate in (words[:2], words[:1]):
-            if channel_key("".join(candidate)) in known:
-                taken = candidate
-                is_channel = True
-                break
-        if is_channel:
-            matches.append(_with_contrast(stem[:start].rstrip(" _.-"), channel_key("".join(taken))))
-        else:
-            rest += taken
-        words = words[len(taken) :]
-        start += sum(len(word) + 1 for word in taken)
-    if len(matches) != 1:
-        return FileName(stem)
-    return FileName("_".join(rest), matches[0].channel)
-
-
-def _known_keys(channels: Sequence[str]) -> Set[str]:
-    """The keys of all channels that names may tell; a number of a store's tells nothing."""
-    worded = [name for name in channels if re.search(r"[^\W\d_]", name)]
-    return {*CHANNEL_NAMES.values(), *map(channel_key, worded)}

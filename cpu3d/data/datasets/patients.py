@@ -42,10 +42,10 @@ PATIENT_NAMES = {
 }
 
 
-def patient_of(case_id: str, more: Mapping[str, str]) -> Tuple[str, str]:
-    """(patient, rule that tells it) from the name of a case, by PATIENT_NAMES and `more` of them;
-    (case_id, UNKNOWN) if none matches."""
-    for rule, pattern in {**PATIENT_NAMES, **more}.items():
+def patient_of(case_id: str) -> Tuple[str, str]:
+    """(patient, rule that tells it) from the name of a case, by PATIENT_NAMES; (case_id, UNKNOWN)
+    if none matches."""
+    for rule, pattern in PATIENT_NAMES.items():
         match = re.match(pattern, case_id, re.IGNORECASE)
         if match:
             return match[1], rule

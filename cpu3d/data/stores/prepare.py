@@ -42,7 +42,6 @@ from cpu3d.data.cases.resample import (
 )
 from cpu3d.data.datasets.dataset import Dataset, parse_regions, regions_in_words
 from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
-from cpu3d.data.datasets.names import without_number
 from cpu3d.data.datasets.patients import UNKNOWN, alike, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.labels import (
@@ -316,10 +315,6 @@ def _announce(dataset: Dataset) -> None:
     always = labels_in_use(dataset.layout, dataset.labels, dataset.named_codes)
     facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
-    twins = [name for name in dataset.channels if without_number(name) != name]
-    if twins:
-        told = "channels of one name are told apart by their order in the list"
-        lines.append(f"note: {told}: {', '.join(twins)}")
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
         line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"

@@ -163,7 +163,7 @@ def append(
     writable_folder(folder, "store")
     with locked(folder, "store"):
         remove_partials(folder, folder / "cases")
-        dataset = read_dataset(dataset_dir, patients, labels=manifest.labels)
+        dataset = read_dataset(dataset_dir, patients)
         say(*dataset.warnings)
         if dataset.regions is not None and dataset.regions != manifest.regions:
             rule = f"regions are those of store {folder}, {regions_in_words(manifest.regions)}"

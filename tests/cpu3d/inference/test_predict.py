@@ -172,32 +172,6 @@ def test_labels_that_a_list_does_not_name_are_refused_unless_the_stores_are_chos
     assert call(*words, "--codes", "store") == 0
 
 
-@pytest.mark.parametrize("order", [[5, 6, 9], [9, 6, 9], None])
-def test_images_of_nnunets_regions_are_answered_in_their_codes_and_the_runs_order(
-    predictor, files, call, tmp_path, order
-):
-    predictor.regions = PaintedRegions({"whole": (1, 2, 3), "core": (2, 3), "inner": (3,)})
-    content = {
-        "channel_names": {"0": "T1gd", "1": "FLAIR"},
-        "labels": {"background": 0, "inner": [9], "core": [6, 9], "whole": [9, 5, 6], "ignore": 11},
-        "file_ending": ".nii.gz",
-        "numTraining": 1,
-    }
-    if order:
-        content["regions_class_order"] = order
-        content["labels"] = {"background": 0, "whole": [9, 5, 6], "core": [6, 9], "inner": 9}
-    images = tmp_path / "in/data/imagesTs"
-    images.mkdir(parents=True)
-    (images.parent / "dataset.json").write_text(json.dumps(content))
-    names = [f"data/imagesTs/x_{number}.nii.gz" for number in ("0001", "0000")]
-    split_channels(files.images[0], *names)
-    assert call("--image", images, "--out", tmp_path / "out") == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["x.json", "x.nii.gz"]
-    truth = read_volume(files.label)[0]
-    expected = np.array((0, 5, 6, 9))[truth]
-    np.testing.assert_array_equal(read_volume(tmp_path / "out/x.nii.gz")[0], expected)
-
-
 def test_ct_is_refused_for_a_run_on_other_channels(files, tmp_path, call):
     image = files.images[0]
     voxels = read_volume(image)[0][::-1, ::-1] - np.int16(1000)
@@ -237,7 +211,7 @@ def test_probabilities_are_float32_on_the_sources_grid_one_file_a_region(
     [
         ("FLAIR", "a b c d", "a:a b:b c:c d:d"),
         ("FLAIR", "x y x_seg", "x:x y:y"),
-        ("FLAIR", "t1 flair t2 t1gd", "in:flair"),
+        ("FLAIR", "t1 flair t2 t1gd", "in:flair,t1,t1gd,t2"),
         ("FLAIR", "one_flair two_flair", "one:one_flair two:two_flair"),
         ("FLAIR T1w", "one_t1 one_flair", "one:one_flair,one_t1"),
         ("FLAIR T1gd", "a b c", ""),

@@ -1,7 +1,6 @@
 """Raw data of nnU-Net 1 and 2, MONAI's lists, and regions by name: what is read, what it is
 prepared to, and what is refused."""
 
-import functools
 import json
 import re
 import shutil
@@ -71,17 +70,14 @@ def test_nnunets_raw_data_prepares_to_the_arrays_and_the_split_of_its_4d_files(t
     ]
 
 
-@pytest.mark.parametrize("ending", [".nii", ".NII.GZ"])
-def test_other_files_than_those_of_the_ending_are_left_alone(tmp_path, ending):
-    raw = nnunet(tmp_path / "raw", 0, numTraining=1, file_ending=ending)
+def test_other_files_than_those_of_the_ending_are_left_alone(tmp_path):
+    raw = nnunet(tmp_path / "raw", 0, numTraining=1, file_ending=".nii")
     for channel in range(4):
-        write_nifti(raw / f"imagesTr/a_{channel:04d}{ending}", tiny_image(channel))
-    write_nifti(raw / f"labelsTr/a{ending}", tiny_label(1))
-    if ending == ".nii":
-        write_nifti(raw / "imagesTr/b_0000.nii.gz", tiny_image(9))
-    (raw / "imagesTr/notes.txt").write_text("")
+        write_nifti(raw / f"imagesTr/a_{channel:04d}.nii", tiny_image(channel))
+    write_nifti(raw / "labelsTr/a.nii", tiny_label(1))
+    write_nifti(raw / "imagesTr/b_0000.nii.gz", tiny_image(9))
     (case,) = read_dataset(raw).cases
-    assert [path.name for path in case.images] == [f"a_{n:04d}{ending}" for n in range(4)]
+    assert [path.name for path in case.images] == [f"a_{n:04d}.nii" for n in range(4)]
 
 
 def test_labels_of_several_codes_are_regions_with_their_order_and_codes_get_names(tmp_path):
@@ -130,9 +126,6 @@ def test_a_store_keeps_the_order_of_painting_where_it_does_not_follow_from_the_r
         for name, codes in labels.items()
         if codes
     }
-    more = nnunet(tmp_path / "more", 3, labels=labels, regions_class_order=order)
-    assert append(tmp_path / "store", more, workers=1).new == ("BRATS_002",)
-    assert open_store(tmp_path / "store").manifest.paint == paint
 
 
 NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
@@ -143,7 +136,6 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
     [
         ({"file_ending": ".nrrd"}, r"file_ending .* \.nii\.gz or \.nii.* got \.nrrd"),
         ({"channel_names": None}, "must name channels"),
-        ({"channel_names": {**NAMES, "4": "ADC"}}, "0004 ADC"),
         ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "got BRATS_000_0002"),
         ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, "without gaps"),
         ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
@@ -169,6 +161,11 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
             r"json\.dataset\.a must have its fields .*, got no images;",
         ),
         ({"labels": [0, 1]}, r"json\.labels must be object .*, got \[0, 1\];"),
+        ({"channel_names": None, "modality": NAMES, "training": []}, "must list cases"),
+        (
+            {"channel_names": None, "modality": NAMES, "training": [{"image": "a", "fold": "a"}]},
+            r"\.training\[0\]\.fold must be int .*, got a;",
+        ),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
@@ -186,7 +183,7 @@ def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("field", ["modality", "labels", "name"])
-@pytest.mark.parametrize("control", ["\x1b[2J", "\x07", "\x9b2J", "\u202e", "\n"])
+@pytest.mark.parametrize("control", ["\x1b[2J", "\x9b2J", "\u202e"])
 def test_a_name_with_control_characters_is_refused_and_shown_without_them(tmp_path, field, control):
     names = {"modality": {"0": control}, "labels": {"1": f"a{control}"}, "name": control}
     with pytest.raises(InputError, match="must be without control characters") as caught:
@@ -214,57 +211,6 @@ def test_the_id_of_a_case_is_its_files_name_or_the_nearest_folders_that_tells_ca
     assert [case.case_id for case in dataset.cases] == ["p1", "p2", "p3"]
 
 
-CASE = {"image": "imagesTr/BRATS_000.nii.gz", "label": "labelsTr/BRATS_000.nii.gz"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"training": []}, r".*json\.training must be array of length >= 1, got \[\];"),
-        (
-            {"training": [{**CASE, "fold": "a"}]},
-            r".*\.training\[0\]\.fold must be int .*, got a;",
-        ),
-        ({"tensorImageSize": "2D"}, r'tensorImageSize of .* must be "4D" or "3D".*, got "2D";'),
-    ],
-)
-def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_content(
-    tmp_path, changes, rule
-):
-    with pytest.raises(InputError, match=f"^{rule}"):
-        read_dataset(decathlon(tmp_path / "data", 1, **changes))
-
-
-@pytest.mark.parametrize(("said", "warns"), [(2, False), (3, True)])
-@pytest.mark.parametrize("make", [decathlon, functools.partial(nnunet, version=1)])
-def test_a_list_of_another_number_of_cases_than_it_names_is_a_warning(
-    tmp_path, capsys, make, said, warns
-):
-    raw = make(tmp_path / "data", 2, numTraining=said)
-    assert len(prepare(raw, tmp_path / "store", **ALL).cases) == 2
-    printed = capsys.readouterr().err
-    line = rf"^warning: numTraining of {raw}/dataset.json must be .* 2, got {said!r};"
-    assert bool(re.search(line, printed, re.MULTILINE)) == warns
-    assert printed.count("numTraining") == warns
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_channels_of_one_name_are_told_apart_by_their_order_and_it_is_said_once(
-    tmp_path, capsys, version
-):
-    names = {"0": "rescale_to_0_1", "1": "MRI", "2": "MRI", "3": "rescale_to_0_1"}
-    key = "channel_names" if version == 2 else "modality"
-    raw = nnunet(tmp_path / "raw", 2, version, **{key: names})
-    manifest = prepare(raw, tmp_path / "store", **ALL)
-    numbered = ("rescale_to_0_1 (1)", "MRI (1)", "MRI (2)", "rescale_to_0_1 (2)")
-    assert manifest.channels == numbered
-    assert capsys.readouterr().out.count("told apart by their order") == 1
-    kinds = [each.kind.value for each in manifest.normalisations]
-    assert [kind == "rescale" for kind in kinds] == [True, False, False, True]
-    more = nnunet(tmp_path / "more", 3, version, **{key: names})
-    assert append(tmp_path / "store", more, workers=1).new == ("BRATS_002",)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_case_without_a_file_is_a_bad_case_and_the_others_are_good(tmp_path, version):
     raw = nnunet(tmp_path / "raw", 4, version=version)
@@ -277,24 +223,19 @@ def test_a_case_without_a_file_is_a_bad_case_and_the_others_are_good(tmp_path, v
     assert problems["BRATS_001"].startswith("label of case BRATS_001")
     manifest = prepare(raw, tmp_path / "store", **ALL, skip_bad=True)
     assert [case.case_id for case in manifest.cases] == ["BRATS_002", "BRATS_003"]
-    if version == 2:
-        shutil.copy(raw / "imagesTr/BRATS_002_0001.nii.gz", raw / "imagesTr/BRATS_002_0001.NII.GZ")
-        with pytest.raises(InputError, match="two files BRATS_002_0001"):
-            read_dataset(raw)
 
 
 def test_a_label_alone_and_a_file_without_a_number_are_named(tmp_path):
     raw = nnunet(tmp_path / "raw", 2)
     for path in (raw / "imagesTr").glob("BRATS_001*"):
         path.unlink()
-    changed(raw, numTraining=1)
     (lines,) = read_dataset(raw).problems.values()
     assert ["image of case BRATS_001" in line for line in lines] == [True] * 4
     write_nifti(raw / "imagesTr/BRATS_002.nii.gz", tiny_image())
     with pytest.raises(InputError, match=r"CASE_0000.*got BRATS_002\.nii\.gz"):
         read_dataset(raw)
     shutil.rmtree(raw / "imagesTr")
-    with pytest.raises(InputError, match="found none"):
+    with pytest.raises(InputError, match="got none"):
         read_dataset(raw)
 
 
@@ -327,8 +268,7 @@ def datalist(folder, **changes):
         training.append({"image": names, "label": label, "fold": number % 3})
     labels = {"0": "background", "1": "core", "2": "edema", "3": "enhancing"}
     content = {"training": training, "testing": [{"image": "none.nii.gz"}], "labels": labels}
-    content.update(changes)
-    content = {name: value for name, value in content.items() if value is not None}
+    content.update({"modality": NAMES, **changes})
     path = folder / "list.json"
     path.write_text(json.dumps(content))
     return path
@@ -338,7 +278,7 @@ def test_a_list_of_monais_gives_cases_channels_and_folds(tmp_path, capsys):
     path = datalist(tmp_path / "data", validation=[{}])
     manifest = prepare(path, tmp_path / "store", workers=1)
     assert 'warning: 1 case under "validation"' in capsys.readouterr().err
-    assert (manifest.layout, manifest.channels) == ("datalist", ("FLAIR", "T1w", "T1gd", "T2w"))
+    assert (manifest.layout, manifest.channels) == ("datalist", tuple(NAMES.values()))
     assert [case.case_id for case in manifest.cases] == [f"p{number}" for number in range(5)]
     assert [fold["val"] for fold in manifest.folds] == [("p0", "p3"), ("p1", "p4"), ("p2",)]
     assert manifest.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
@@ -350,9 +290,10 @@ def test_a_list_of_monais_gives_cases_channels_and_folds(tmp_path, capsys):
     assert sorted(image[..., 2].ravel()) == sorted(expected.ravel())
 
 
-@pytest.mark.parametrize("how", [{"fractions": (8, 1, 1)}, {"seed": 1}])
-def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path, how):
-    manifest = prepare(datalist(tmp_path / "data"), tmp_path / "store", workers=1, **how)
+def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path):
+    manifest = prepare(
+        datalist(tmp_path / "data"), tmp_path / "store", workers=1, fractions=(8, 1, 1)
+    )
     assert manifest.folds == ()
     assert len(manifest.split["test"]) == 1
 
@@ -372,43 +313,17 @@ def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
     assert division == {"train": ("BRATS_001", "BRATS_003"), "val": ("BRATS_000", "BRATS_002")}
 
 
-def test_a_list_without_labels_takes_them_from_named_regions(tmp_path):
-    path = datalist(tmp_path / "data", labels=None, modality="MRI")
-    with pytest.raises(InputError, match=r"labels .* got none"):
-        read_dataset(path)
-    regions = {"WT": (1, 2, 3), "ET": (3,)}
-    manifest = prepare(path, tmp_path / "store", **ALL, regions=regions)
-    assert manifest.regions == regions
-    assert manifest.labels[3] == "ET"
-
-
-def test_a_list_whose_files_are_named_in_several_orders_must_name_the_channels(tmp_path):
-    path = datalist(tmp_path / "data")
-    content = json.loads(path.read_text())
-    content["training"][0]["image"].reverse()
-    path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match="must name channels"):
-        read_dataset(path)
-    path.write_text(json.dumps({**content, "modality": NAMES}))
-    assert list(read_dataset(path).problems) == ["p0"]
-
-
 # --- Regions by name ---
 
 
-@pytest.mark.parametrize("make", [decathlon, nnunet])
-def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, make, capsys):
-    data = make(tmp_path / "data", 3)
+def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys):
     store = tmp_path / "store"
-    words = ["prepare", "--dataset", data, "--store", store, "--split", "1", "0", "0"]
-    chosen = ["--regions", "inner=3,2", "edema=1"]
-    assert main([*map(str, words), "--workers", "1", *chosen]) == 0
+    words = ["prepare", "--dataset", decathlon(tmp_path / "data", 3), "--store", store]
+    chosen = ["--workers", "1", "--regions", "inner=3,2", "edema=1"]
+    assert main([*map(str, words), *chosen]) == 0
     manifest = open_store(store).manifest
-    assert manifest.regions == {"inner": (2, 3), "edema": (1,)}
-    assert list(manifest.regions) == ["inner", "edema"]
+    assert list(manifest.regions.items()) == [("inner", (2, 3)), ("edema", (1,))]
     assert "1 edema -> edema" in capsys.readouterr().out
-    assert append(store, make(tmp_path / "more", 4), workers=1).new == ("BRATS_003",)
-    assert open_store(store).manifest.regions == manifest.regions
 
 
 @pytest.mark.parametrize(
@@ -416,7 +331,6 @@ def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, make, c
     [
         ({"labels": TUMOUR}, {"WT": (1, 2, 3), "ET": (3,)}, {"labels": TUMOUR}, True),
         (ORDER, None, {**ORDER, "regions_class_order": None}, False),
-        (ORDER, {"core": (2, 3)}, ORDER, True),
         ({}, {"core": (2, 3)}, {}, False),
     ],
 )
@@ -432,24 +346,16 @@ def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
     assert ("note: regions are" in capsys.readouterr().err) == is_noted
 
 
-@pytest.mark.parametrize(("begun", "then"), [(None, [1, 3, 2]), ([1, 3, 2], [3, 1, 2])])
-def test_another_order_of_painting_for_a_finished_store_is_refused(tmp_path, begun, then):
-    data = nnunet(tmp_path / "data", 2, labels=OVERLAP, regions_class_order=begun)
-    store = tmp_path / "store"
-    before = prepare(data, store, **ALL)
-    prepare(data, store, **ALL)
-    changed(data, regions_class_order=then)
+def test_other_regions_or_another_painting_for_a_finished_store_are_refused(tmp_path):
+    data = nnunet(tmp_path / "data", 2, labels=OVERLAP, regions_class_order=[1, 3, 2])
+    before = prepare(data, tmp_path / "store", **ALL)
+    assert prepare(data, tmp_path / "store", **ALL) == before
+    with pytest.raises(InputError, match="regions are now all=1,2,3"):
+        prepare(data, tmp_path / "store", **ALL, regions={"all": (1, 2, 3)})
+    changed(data, regions_class_order=[3, 1, 2])
     with pytest.raises(InputError, match="regions_class_order"):
-        prepare(data, store, **ALL)
-    assert open_store(store).manifest == before
-
-
-def test_another_choice_of_regions_for_a_finished_store_is_refused(tmp_path):
-    data = decathlon(tmp_path / "data", 2)
-    prepare(data, tmp_path / "store", **ALL, regions={"all": (1, 2, 3)})
-    prepare(data, tmp_path / "store", **ALL, regions={"all": (1, 2, 3)})
-    with pytest.raises(InputError, match="all=1,2,3"):
         prepare(data, tmp_path / "store", **ALL)
+    assert open_store(tmp_path / "store").manifest == before
 
 
 def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path):
@@ -464,10 +370,8 @@ def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path):
     [
         (["WT"], "NAME=CODE"),
         (["=1"], "NAME=CODE"),
-        (["WT="], "NAME=CODE"),
         (["WT=1,x"], "NAME=CODE"),
         (["WT=1,1"], "NAME=CODE"),
-        (["WT=0"], "NAME=CODE"),
         (["WT=256"], "NAME=CODE"),
         (["WT=1", "wt=2"], "different names"),
         (["WT=1,7"], r"region WT .* got 7"),

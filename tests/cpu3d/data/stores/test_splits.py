@@ -161,7 +161,7 @@ def dataset(tmp_path):
     ],
 )
 def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patient):
-    known, rule = patient_of(case_id, more={})
+    known, rule = patient_of(case_id)
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
