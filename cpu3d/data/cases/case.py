@@ -8,7 +8,6 @@ from typing import (
     Iterable,
     List,
     Mapping,
-    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -33,7 +32,6 @@ from cpu3d.data.cases.channels import (
 )
 from cpu3d.data.cases.kinds import AIR_SHARE, looks_like_ct, refuses_ct
 from cpu3d.data.cases.resample import (
-    in_mm,
     resample_image,
     resample_label,
     resampled_shape,
@@ -91,28 +89,29 @@ def load_case(
     borders = [
         border_value(volume) if each.has_background else 0.0 for volume, each in zip(volumes, kinds)
     ]
-    made = _Resampled(label, nifti.ras_spacing_mm(geometry))
+    shape = xyz(volumes[0].shape)
+    spacing_mm = nifti.ras_spacing_mm(geometry)
+    source = None
+    source_label = None
     if target_spacing_mm:
-        # In the list's order, one after the other, so that each volume is forgotten at once.
-        made = _resampled(files.case_id, volumes, made, target_spacing_mm, kinds, ignore)
+        made = resampled_shape(files.case_id, shape, spacing_mm, target_spacing_mm)
+        if made != shape:
+            source_label = label
+            label, source = _resample(volumes, label, made, spacing_mm, kinds, ignore)
+            spacing_mm = spacing_at(shape, spacing_mm, made)
     names = [f"channel {name} of {files.case_id}" for name in channels]
     image, error, units = image_in_steps(volumes, names, kinds)
     del volumes
-    label = made.label
-    label_name = f"label {files.label}"
-    if label is not None and ignore is not None:
-        where = f"all of the image, of voxels of {in_mm(made.voxel_mm)}"
-        check_annotated(label, ignore, label_name, where)
-        if not if_any_differs(kinds):
-            label = ignored_in_box(label, image, ignore)
+    if label is not None and ignore is not None and not if_any_differs(kinds):
+        label = ignored_in_box(label, image, ignore)
     facts = facts_of(image, label, kinds, units, ignore)
     if label is not None and ignore is not None:
         in_box = label[facts["box"].slices(xyz(label.shape))]
-        check_annotated(in_box, ignore, label_name, "all of the content box")
+        check_annotated(in_box, ignore, f"label {files.label}")
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
-        spacing_mm=made.voxel_mm,
+        spacing_mm=spacing_mm,
         **facts,
         units=units,
         max_abs_error=error,
@@ -122,43 +121,30 @@ def load_case(
         sources=_sources(files, dataset_folder, has_label=labels is not None),
         stored=whole(image.shape[:3]),
         background=tuple(borders) if any(borders) else (),
-        resampled_from=made.source,
+        resampled_from=source,
         contradictions=notes,
     )
-    return LoadedCase(image, label, made.source_label, record)
+    return LoadedCase(image, label, source_label, record)
 
 
-class _Resampled(NamedTuple):
-    """The label of a case and the size of its voxels, after it was resampled if it was."""
-
-    label: Optional[Array]
-    voxel_mm: Spacing3
-    source_label: Optional[Array] = None  # before
-    source: Optional[SourceGrid] = None  # None if it was not
-
-
-def _resampled(
-    case_id: str,
+def _resample(
     volumes: List[Array],
-    before: _Resampled,
-    target_spacing_mm: Spacing3,
+    label: Optional[Array],
+    made: Shape3,
+    spacing_mm: Spacing3,
     kinds: Sequence[Normalisation],
     ignore: Optional[int],
-) -> _Resampled:
-    """Resample the volumes, in place, and return what becomes of the label."""
+) -> Tuple[Optional[Array], SourceGrid]:
+    """Resample the volumes, in place, to `made` voxels, and return the label there, and what it was
+    on its source's grid."""
     shape = xyz(volumes[0].shape)
-    made = resampled_shape(case_id, shape, before.voxel_mm, target_spacing_mm)
-    if made == shape:
-        return before
-    for index, each in enumerate(kinds):
+    for index, each in enumerate(kinds):  # one after the other: each volume is forgotten at once
         outside = 0.0 if each.has_background else None
-        volumes[index] = resample_image(volumes[index], made, before.voxel_mm, outside)
-    voxel_mm = spacing_at(shape, before.voxel_mm, made)
-    label = before.label
+        volumes[index] = resample_image(volumes[index], made, spacing_mm, outside)
     if label is None:
-        return _Resampled(None, voxel_mm, None, SourceGrid(shape, {}, ""))
+        return None, SourceGrid(shape, {}, "")
     source = SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
-    return _Resampled(resample_label(label, made, ignore), voxel_mm, label, source)
+    return resample_label(label, made, ignore), source
 
 
 def _sources(files: CaseFiles, folder: Optional[Path], has_label: bool) -> Tuple[SourceFile, ...]:
@@ -191,10 +177,8 @@ def _read(
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
         raise InputError(f"{rule}, got {len(files.images)} files; add or leave out files")
-    wanted = tuple(zip(channels, kinds))
-    wanted_of = {files.images[0]: wanted}
-    if len(files.images) > 1:
-        wanted_of = {path: (channel,) for path, channel in zip(files.images, wanted)}
+    pairs = tuple(zip(channels, kinds))
+    wanted = [pairs] if len(files.images) == 1 else [(pair,) for pair in pairs]
     volumes: List[Array] = []
     label = None
     grids: Dict[Path, Geometry] = {}  # the first is that of the others, too
@@ -209,12 +193,12 @@ def _read(
         first = next(iter(grids))
         return nifti.on_grid(array, path, grids[path], first, grids[first])
 
-    for path in files.images:
+    for path, each in zip(files.images, wanted):
         try:
-            array = read_on_grid(path, dict(wanted_of[path]))
+            array = read_on_grid(path, dict(each))
             if zero_nan:
                 zeroed += int(np.count_nonzero(~np.isfinite(array)))
-            of_file, far_of_file = _channels(path, array, wanted_of[path], files.names, zero_nan)
+            of_file, far_of_file = _channels(path, array, each, files.names, zero_nan)
             volumes += of_file
             far += far_of_file
         except InputError as error:
@@ -276,13 +260,12 @@ def facts_of(
     }
 
 
-def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
-    """Raise InputError for a label, or a box of it, of which all is to be ignored; `where` are
-    words for the box."""
-    if (label == ignore).all():
+def check_annotated(in_box: Array, ignore: int, name: str) -> None:
+    """Raise InputError for the label in a content box if all of it is to be ignored."""
+    if (in_box == ignore).all():
         rule = f"{name} must have annotated voxels"
         todo = "annotate some there, leave the case out, or resample it less with --spacing"
-        raise InputError(f"{rule}, got {ignore}, to be ignored, in {where}; {todo}")
+        raise InputError(f"{rule}, got {ignore}, to be ignored, in all of the content box; {todo}")
 
 
 def ignored_in_box(label: Array, image: Array, ignore: int) -> Array:
@@ -348,14 +331,12 @@ def _channels(
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
             continue
         if bad:
-            volume = np.where(is_finite, volume, 0 if each.has_background else np.nan)
+            nothing = surroundings(volume, each.kind is Kind.CT)
+            volume = np.where(is_finite, volume, 0 if each.has_background else nothing)
         volume, far_here = without_far_values(volume, each.has_background)
         far += far_here
         if each.has_background:
             volume = without_residue(volume)
-        if bad and not each.has_background:
-            nothing = surroundings(volume, each.kind is Kind.CT)
-            volume = np.where(is_finite, volume, nothing)
         inside = volume[volume != 0] if each.has_background else volume
         if inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")

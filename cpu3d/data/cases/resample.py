@@ -20,7 +20,7 @@ import enum
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from cpu3d.data.nifti import (
     ras_to_file,
     read_grid,
 )
-from cpu3d.data.region import Array, Shape3, bounding_box, xyz
+from cpu3d.data.region import Array, Shape3, xyz
 from cpu3d.errors import InputError
 from cpu3d.util.child import worker_count
 from memory_estimator.common.units import by
@@ -78,18 +78,11 @@ def in_mm(spacing_mm: Optional[Sequence[float]]) -> str:
     return f"{' x '.join(f'{length:.4g}' for length in spacing_mm)} mm"
 
 
-def ranges_in_mm(spacings_mm: Sequence[Spacing3]) -> str:
-    """Print the spacings of cases, as "0.8 to 1.2 along R, 1 along A, 5 along S mm", or "1 x 1 x 5
-    mm" if all are equal."""
-    if len(set(spacings_mm)) == 1:
-        return in_mm(spacings_mm[0])
-    ranges = []
-    for axis, lengths in zip("RAS", zip(*spacings_mm)):
-        least = f"{min(lengths):.3g}"
-        most = f"{max(lengths):.3g}"
-        reach = least if least == most else f"{least} to {most}"
-        ranges.append(f"{reach} along {axis}")
-    return f"{', '.join(ranges)} mm"
+def range_in_mm(spacings_mm: Sequence[Spacing3]) -> str:
+    """Print the spacings of cases, as "1 x 1 x 1 to 1.2 x 1 x 5 mm", of the least and the largest
+    along each axis, or "1 x 1 x 5 mm" if all are equal."""
+    least, most = (in_mm(ends(spacings_mm, axis=0)) for ends in (np.min, np.max))
+    return least if least == most else f"{least.replace(' mm', '')} to {most}"
 
 
 # --- Grids ---
@@ -149,44 +142,15 @@ def resampled_shape(
 ) -> Shape3:
     """Return the voxels X, Y, Z of a case at a spacing, at least one along each axis. Raises
     InputError for more than 2^31, and for more than 8 times as many as before."""
-    made = _shape_at(shape, spacing_mm, target_mm)
-    most = _most_voxels(shape)
+    lengths = zip(shape, spacing_mm, target_mm)
+    made = xyz(max(round(count * length / wanted), 1) for count, length, wanted in lengths)
+    most = min(MOST_VOXELS, MOST_GROWTH * math.prod(shape))
     if math.prod(made) > most:
         rule = f"case {case_id} must have at most {most} voxels at {in_mm(target_mm)}"
         got = f"{by(made, ' x ')} from {by(shape, ' x ')}"
         todo = "leave it out, or prepare a store of a larger --spacing, or --spacing off"
         raise InputError(f"{rule}, got {got}; {todo}")
     return made
-
-
-def check_target(
-    target_mm: Spacing3, spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]
-) -> None:
-    """Raise InputError for a spacing with which half of the cases of these spacings and voxels or
-    more would be too large: then it is at fault, and not they."""
-    shares = []  # of the voxels that a case may have
-    for shape, spacing_mm in zip(shapes, spacings_mm):
-        made = _shape_at(shape, spacing_mm, target_mm)
-        shares.append(math.prod(made) / _most_voxels(shape))
-    larger = [share for share in shares if share > 1]
-    if not larger or 2 * len(larger) < len(shares):
-        return
-    factor = max(larger) ** (1 / 3)
-    enough = " ".join(f"{math.ceil(100 * length * factor) / 100:g}" for length in target_mm)
-    rule = f"--spacing must leave a case at most {MOST_GROWTH} times as large"
-    got = f"{in_mm(target_mm)}, with which {len(larger)} of {len(shares)} cases would be larger"
-    raise InputError(f"{rule}, got {got}; give --spacing {enough} or more, or --spacing off")
-
-
-def _shape_at(shape: Shape3, spacing_mm: Sequence[float], target_mm: Sequence[float]) -> Shape3:
-    """Voxels X, Y, Z of a case at another spacing, at least one along each axis."""
-    lengths = zip(shape, spacing_mm, target_mm)
-    return xyz(max(round(count * own / wanted), 1) for count, own, wanted in lengths)
-
-
-def _most_voxels(shape: Shape3) -> int:
-    """The voxels that a case of `shape` may have at another spacing."""
-    return min(MOST_VOXELS, MOST_GROWTH * math.prod(shape))
 
 
 def spacing_at(shape: Shape3, spacing_mm: Sequence[float], made: Shape3) -> Spacing3:
@@ -222,8 +186,9 @@ def resample_image(
     """
     made_mm = spacing_at(xyz(volume.shape), spacing_mm, shape)
     thick = {thick_axis(spacing_mm), thick_axis(made_mm)}
-    kernels = [LINEAR if axis in thick else CUBIC for axis in range(3)]
-    made = _resample(volume, _taps_of(volume.shape, shape, kernels))
+    made = _resample(
+        volume, _taps_of(volume.shape, shape, [axis not in thick for axis in range(3)])
+    )
     np.clip(made, volume.min(), volume.max(), out=made)
     if outside is not None:
         inside = volume != outside
@@ -245,18 +210,10 @@ def resample_label(label: Array, shape: Shape3, ignore: Optional[int] = None) ->
     most = _resample(label == 0, taps)  # of each voxel, the share of its code
     made = np.zeros(shape, np.uint8)
     for code in np.flatnonzero(np.bincount(label.reshape(-1))):
-        if code in (0, ignore):
-            continue
-        is_code = label == code
-        within = bounding_box(is_code)
-        ends = zip(taps, within.start, within.stop)
-        parts = [each.around(start, stop) for each, start, stop in ends]
-        read = tuple(part.read for part in parts)
-        written = tuple(part.written for part in parts)
-        share = _resample(is_code[read], [part.taps for part in parts])
-        wins = share > most[written]
-        made[written][wins] = code
-        most[written][wins] = share[wins]
+        if code not in (0, ignore):
+            share = _resample(label == code, taps)
+            made[share > most] = code
+            np.maximum(most, share, out=most)
     if ignore is not None:
         made[_resample(label == ignore, taps) > 0.5 + TIE] = ignore
     return made
@@ -270,23 +227,12 @@ def to_source_grid(answers: Array, record: CaseRecord) -> Array:
         return answers
     taps = _taps_of(record.shape, source.shape)
     made = np.empty((*source.shape, answers.shape[-1]), np.float32)
-    for position in range(answers.shape[-1]):
-        made[..., position] = _resample(answers[..., position], taps)
+    for region in range(answers.shape[-1]):
+        made[..., region] = _resample(answers[..., region], taps)
     return made
 
 
 # --- Interpolation along one axis after another ---
-
-
-class Kernel(NamedTuple):
-    """How much a voxel counts by its distance, in voxels."""
-
-    reach: float
-    weight: Callable[[Array], Array]
-
-
-def _linear(distance: Array) -> Array:
-    return np.maximum(1 - distance, 0)
 
 
 def _cubic(distance: Array) -> Array:
@@ -295,51 +241,31 @@ def _cubic(distance: Array) -> Array:
     return np.where(distance < 1, near, np.where(distance < 2, far, 0))
 
 
-LINEAR = Kernel(1, _linear)
-CUBIC = Kernel(2, _cubic)
-
-
 class Taps(NamedTuple):
     """What the voxels along an axis are made of: of each new one, T old ones and their weights."""
 
     indices: Array  # (N, T)
     weights: Array  # (N, T) float32
 
-    def around(self, start: int, stop: int) -> "Part":
-        """Return the taps of the new voxels that old ones from `start` to `stop` have a part in."""
-        takes = (self.indices >= start) & (self.indices < stop) & (self.weights != 0)
-        rows = np.flatnonzero(takes.any(1))
-        written = slice(int(rows[0]), int(rows[-1]) + 1)
-        indices = self.indices[written]
-        read = slice(int(indices.min()), int(indices.max()) + 1)
-        return Part(Taps(indices - read.start, self.weights[written]), read, written)
-
-
-class Part(NamedTuple):
-    """The taps of a part of the new voxels, with the slices that they read and write."""
-
-    taps: Taps
-    read: slice
-    written: slice
-
 
 def _taps_of(
-    shape: Sequence[int], made: Sequence[int], kernels: Sequence[Kernel] = (LINEAR,) * 3
+    shape: Sequence[int], made: Sequence[int], are_cubic: Sequence[bool] = (False,) * 3
 ) -> Tuple[Taps, Taps, Taps]:
-    return xyz(map(_taps, shape, made, kernels))
+    return xyz(map(_taps, shape, made, are_cubic))
 
 
-def _taps(count: int, made: int, kernel: Kernel) -> Taps:
+def _taps(count: int, made: int, is_cubic: bool) -> Taps:
     """The taps from `count` voxels to `made`; beyond the edge the last voxel goes on."""
     if count == made:
         return Taps(np.arange(count)[:, None], np.ones((count, 1), np.float32))
     size = count / made  # of a new voxel, in old ones
     centres = (np.arange(made) + 0.5) * size - 0.5
     widened = max(size, 1.0)
-    reach = kernel.reach * widened
+    reach = (2 if is_cubic else 1) * widened
     first = np.floor(centres - reach).astype(int) + 1
     indices = first[:, None] + np.arange(math.ceil(2 * reach))
-    weights = kernel.weight(np.abs(indices - centres[:, None]) / widened)
+    distance = np.abs(indices - centres[:, None]) / widened
+    weights = _cubic(distance) if is_cubic else np.maximum(1 - distance, 0)
     weights /= weights.sum(1, keepdims=True)
     return Taps(indices.clip(0, count - 1), weights.astype(np.float32))
 

@@ -33,10 +33,9 @@ from cpu3d.data.cases.notes import (
 )
 from cpu3d.data.cases.resample import (
     Keep,
-    check_target,
     in_mm,
     parse_spacing,
-    ranges_in_mm,
+    range_in_mm,
     target_spacing,
     voxels_of,
 )
@@ -256,14 +255,12 @@ def _with_spacing(
             raise InputError(f"{rule} begun, got {in_mm(chosen)}; {todo}")
         return replace(settings, target_spacing_mm=begun.target_spacing_mm)
     if spacing is not Keep.AUTO:
-        if chosen:
-            check_target(chosen, *voxels_of(dataset.cases))
         return replace(settings, target_spacing_mm=chosen)
     trained = [files for files in dataset.cases if files.case_id in split["train"]]
     spacings, shapes = voxels_of(trained)
     target = target_spacing(spacings, shapes)
     if target:
-        found = f"voxels of training cases have {ranges_in_mm(spacings)}"
+        found = f"voxels of training cases have {range_in_mm(spacings)}"
         todo = "--spacing off stores them as they are"
         say(f"Spacing: {found}; all are resampled to {in_mm(target)}; {todo}", stderr=False)
     return replace(settings, target_spacing_mm=target)

@@ -11,7 +11,7 @@ import statistics
 from typing import List, NamedTuple, Optional, Tuple
 
 from cpu3d.data.cases.kinds import FROM_SHARE
-from cpu3d.data.cases.resample import in_mm, ranges_in_mm, target_spacing
+from cpu3d.data.cases.resample import in_mm, range_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
@@ -136,7 +136,7 @@ def _spacing(store: Store) -> DecidedRow:
     for record in _of_splits(store.manifest, "train"):  # as their files have them
         spacings.append(ras_spacing_mm(record.geometry))
         shapes.append(ras_shape(record.geometry))
-    found = f"voxels of training cases have {ranges_in_mm(spacings)}"
+    found = f"voxels of training cases have {range_in_mm(spacings)}"
     target_mm = store.manifest.target_spacing_mm
     by_itself = target_spacing(spacings, shapes)
     if target_mm is None:

@@ -274,7 +274,7 @@ def _in_windows(
         try:
             in_box = label[record.box.slices(record.shape)]
             name = f"label {label_of[case_id]}"
-            check_annotated(in_box, dataset.ignore, name, "all of the content box")
+            check_annotated(in_box, dataset.ignore, name)
         except InputError as error:
             problems += error.problems
     raise_if_any(problems)

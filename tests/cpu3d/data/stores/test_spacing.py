@@ -36,7 +36,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     manifest = prepare(data, folder, **ALL, settings=settings)
     assert manifest.target_spacing_mm == ISO
     printed = capsys.readouterr().out
-    assert "0.8 to 2 along R, 0.8 to 2 along A, 1 to 4 along S mm" in printed
+    assert "0.8 x 0.8 x 1 to 2 x 2 x 4 mm" in printed
     assert "1 x 1 x 1 mm, 3 cases resampled" in printed
     store = open_store(folder)
     for record in store.manifest.cases:
