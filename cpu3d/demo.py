@@ -81,6 +81,6 @@ def _commands(options: Options) -> List[List[str]]:
         ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
         ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *policy],
         ["evaluate", "--run", run_folder],
-        ["predict", "--run", run_folder, "--image", new_case, "--out", predictions],
+        ["predict", "--run", run_folder, "--image", new_case, "--out", predictions, "--overwrite"],
         ["report", "--run", run_folder],
     ]

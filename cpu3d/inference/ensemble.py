@@ -12,7 +12,7 @@ import numpy as np
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
-from cpu3d.inference.runs import Inference, check_inference, config_of_weights, window_of
+from cpu3d.inference.runs import Inference, applied, check_inference, config_of_weights, window_of
 from cpu3d.settings import RunConfig, left_open
 from cpu3d.util.progress import say
 
@@ -72,16 +72,12 @@ def origin(
     and how the network was applied; for several runs a list of these, "runs"."""
     origins = []
     for run, config, predictor in zip(runs, configs, predictors):
-        how = predictor.inference.to_json()
-        how["flips"] = bool(predictor.mirrored)
-        how["window"] = predictor.window
-        how["one_pass"] = not predictor.window
         origins.append(
             {
                 "run": str(Path(run).resolve()),
                 "fold": config.fold,
                 "weights_sha256": predictor.weights_sha256,
-                "inference": how,
+                "inference": applied(config, predictor.inference),
             }
         )
     return origins[0] if len(origins) == 1 else {"runs": origins}

@@ -56,13 +56,12 @@ from cpu3d.inference.scores_file import (
     PREDICTIONS,
     SCHEMA,
     UNTOUCHED,
+    of_cases,
+    read_scores,
     scores_path,
     scores_table,
-    summarise,
     warning,
-    worst_of,
 )
-from cpu3d.inference.sidecar import runs_of
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
@@ -70,7 +69,6 @@ from cpu3d.util.atomic import OLD, check_folder, replace_files, writable_folder,
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
-from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
 
@@ -103,8 +101,6 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     out = _folder_for_scores(options, together)
     store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
-    if not store.manifest.split[split]:
-        raise InputError(_no_cases(store, split, together))
     held_out = _held_out(store, folds, split)
     rules = _rules_for(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
@@ -117,13 +113,18 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if held_out:
         store = with_folds(store, folds)
         predictor = predictors[0]
-        for of_run, fold in zip(about["runs"], folds):
-            of_run["held_out"] = held_out[fold]
-        for fold, answers in zip(folds, zip(predictors, rules)):
+        for run_origin, fold, answers in zip(about["runs"], folds, zip(predictors, rules)):
+            run_origin["held_out"] = held_out[fold]
             answers_of.update(dict.fromkeys(held_out[fold], answers))
     else:
         predictor = Ensemble(predictors)
-    _say_first(store, split, together, rules)
+    # The last weights of a fold are not chosen by the cases that it held out.
+    is_unseen = together.weights == FOLD_WEIGHTS and split == "val" and all(folds)
+    if split != UNTOUCHED and not is_unseen:
+        say(f"warning: {warning(split)}")
+    for words in dict.fromkeys(postprocessing.words for postprocessing in rules):
+        say(f"post-processing: {words}")
+    say(*note_lines(_notes(store, split, configs)))
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
@@ -145,15 +146,6 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     return 0
 
 
-def _say_first(store: Store, split: str, together: RunSet, rules: Sequence[PostProcessing]) -> None:
-    """What the scores are of, and what is unusual about their cases."""
-    if split != UNTOUCHED and not _is_out_of_fold(together, split):
-        say(f"warning: {warning(split)}")
-    for words in dict.fromkeys(postprocessing.words for postprocessing in rules):
-        say(f"post-processing: {words}")
-    say(*note_lines(_notes(store, split, together.configs)))
-
-
 def _folder_for_scores(options: Options, together: RunSet) -> Path:
     """The folder that evaluation/ is in. Raises InputError if several runs need a name for it, and
     if it is where `train --folds` keeps its scores."""
@@ -167,9 +159,8 @@ def _folder_for_scores(options: Options, together: RunSet) -> Path:
         rule = f"--out must name a folder for the scores of {len(together.runs)} runs together"
         raise InputError(f"{rule}, got none; add it")
     if out == together.folder and options.split != UNTOUCHED:
-        split = options.split
-        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
-        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
+        rule = f"--out must name another folder than that of folds for split {options.split}"
+        raise InputError(f"{rule}, got {out}, where `train --folds` keeps its scores; choose one")
     return out
 
 
@@ -199,55 +190,43 @@ def evaluate_split(
     records = _cases_to_score(predictor, store, split)
     if about is None:
         about = origin([run_dir], [load_config(run_dir)], [predictor])
-    about = {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm}
     cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                answering = (predictor, postprocessing)
+                answers = (predictor, postprocessing)
                 if held_out:
-                    answering = held_out.get(record.case_id, answering)
-                painted = folder / PREDICTIONS
-                cases.append(_score(answering, store, record, tolerance_mm, painted, evidence))
+                    answers = held_out[record.case_id]
+                labels = folder / PREDICTIONS
+                cases.append(_score(answers, store, record, tolerance_mm, labels, evidence))
                 advance()
-        content = _scores_json(predictor, store, split, about, cases)
+        regions = predictor.regions
+        manifest = store.manifest
+        meanings = code_meanings(regions, predictor.labels)
+        content = {
+            "schema": SCHEMA,
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "run": str(run_dir),
+            **about,
+            "weights": weights,
+            "tolerance_mm": tolerance_mm,
+            "store": str(store.folder),
+            "name": manifest.name,
+            "split": split,
+            "untouched": split == UNTOUCHED,
+            "split_hash": manifest.split_hash,
+            "regions": {name: list(codes) for name, codes in regions.items()},
+            "label_codes": {str(code): name for code, name in meanings.items()},
+            "peak_rss_bytes": peak_rss_bytes(),
+            **of_cases(cases),
+        }
         write_json(folder / "scores.json", content)
     return content
 
 
-def _scores_json(
-    predictor: Any,
-    store: Store,
-    split: str,
-    about: Mapping[str, Any],
-    cases: Sequence[Mapping[str, Any]],
-) -> Dict[str, Any]:
-    """The content of scores.json."""
-    regions = predictor.regions
-    manifest = store.manifest
-    meanings = code_meanings(regions, predictor.labels)
-    return {
-        "schema": SCHEMA,
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **about,
-        "store": str(store.folder),
-        "name": manifest.name,
-        "split": split,
-        "untouched": split == UNTOUCHED,
-        "split_hash": manifest.split_hash,
-        "regions": {name: list(codes) for name, codes in regions.items()},
-        "label_codes": {str(code): name for code, name in meanings.items()},
-        "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
-        "peak_rss_bytes": peak_rss_bytes(),
-        "summary": summarise(cases),
-        "worst": worst_of(cases),
-        "cases": cases,
-    }
-
-
 def _score(
-    answering: Answers,
+    predicting: Answers,
     store: Store,
     record: CaseRecord,
     tolerance_mm: float,
@@ -256,7 +235,7 @@ def _score(
 ) -> Dict[str, Any]:
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
     begin = time.monotonic()
-    predictor, postprocessing = answering
+    predictor, postprocessing = predicting
     answers = predictor.probabilities(store.image(record.case_id), record)
     steps_mm = ras_steps_mm(record.geometry)
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
@@ -271,7 +250,7 @@ def _score(
     more = {}
     if evidence:
         gathered = gather(answers, truth, predictor.regions, steps_mm, ignored)
-        more["evidence"] = gathered.to_json()
+        more["evidence"] = dataclasses.asdict(gathered)
     return {
         "case_id": record.case_id,
         "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
@@ -300,20 +279,8 @@ def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str
         say(f"{text}: {', '.join(means)}", stderr=False)
 
 
-def _is_out_of_fold(together: RunSet, split: str) -> bool:
-    """Whether the cases of a split are held out by folds, and have not chosen the weights: they are
-    the last ones."""
-    configs = together.configs
-    is_last = together.weights == FOLD_WEIGHTS
-    return split == "val" and all(config.fold for config in configs) and is_last
-
-
 def _rules_for(
-    together: RunSet,
-    split: str,
-    crossed: bool,
-    *,
-    raw: bool,
+    together: RunSet, split: str, is_crossed: bool, *, raw: bool
 ) -> List[PostProcessing]:
     """The post-processing of each run, if folds are cross-validated, or of their joint answer."""
     runs = together.runs
@@ -321,7 +288,7 @@ def _rules_for(
         return [RAW] * len(runs)
     if together.folder and split != UNTOUCHED:
         return [PostProcessing(off="decided on these very cases")] * len(runs)
-    if not crossed:
+    if not is_crossed:
         return [postprocessing_together(together)]
     pairs = zip(runs, together.configs)
     return [postprocessing_of(run, config, together.weights) for run, config in pairs]
@@ -332,11 +299,13 @@ def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, 
     notes = {}
     manifest = store.manifest
     channels = manifest.channels
-    of_unit = unit_notes(manifest.cases, channels)
+    units = unit_notes(manifest.cases, channels)
     for record in store.cases(split):
-        of_case = case_notes(record, channels, manifest.ignore)
-        unit = of_unit.get(record.case_id, ())
-        notes[record.case_id] = [*of_case, *unit, *training_notes(record, configs)]
+        notes[record.case_id] = [
+            *case_notes(record, channels, manifest.ignore),
+            *units.get(record.case_id, ()),
+            *training_notes(record, configs),
+        ]
     return notes
 
 
@@ -359,28 +328,14 @@ def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
     present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
     is_cut_off = path.with_name(OLD).is_dir()  # while it replaced its own
     try:
-        theirs = runs_of(read_json(path))
-    except (OSError, ValueError, TypeError, AttributeError):
+        scores = read_scores(path)
+        theirs = sorted(str(origin.get("run")) for origin in scores.get("runs", [scores]))
+    except InputError:
         theirs = []
     if present and not is_cut_off and theirs != sorted(map(str, together.runs)):
         rule = f"{present[0]} must be by `evaluate` of the runs that are named, to be replaced"
         got = f"scores of {listed(theirs)}" if theirs else "no scores of `evaluate`"
         raise InputError(f"{rule}, got {got}; choose another --out, or move it away")
-
-
-def _no_cases(store: Store, split: str, together: Optional[RunSet] = None) -> str:
-    """What is wrong with a split without cases, and what to do: folds have scores of those that
-    they held out."""
-    filled = [name for name in SPLITS if store.manifest.split[name]]
-    todo = f"choose --split {' or '.join(filled)}"
-    if together and together.folder:
-        scores = scores_path(together.folder, "val").parent
-        done = "every case is scored out of its fold by `train --folds`"
-        todo = f"{done}: see {together.folder / 'report.html'} and {scores}"
-    elif together and all(config.fold for config in together.configs):
-        words = f"--split val --weights {FOLD_WEIGHTS} --raw"
-        todo = f"{words} scores each case by the fold that held it out"
-    return f'split "{split}" of store {store.folder} must hold cases, got none; {todo}'
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
@@ -392,7 +347,9 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
     if not records:
-        raise InputError(_no_cases(store, split))
+        filled = [name for name in SPLITS if manifest.split[name]]
+        rule = f'split "{split}" of store {store.folder} must hold cases, got none'
+        raise InputError(f"{rule}; choose --split {' or '.join(filled)}")
     where = f"store {store.folder}"
     raise_if_any(
         f"case {record.case_id} must have a label to be scored, got none in {where}; "

@@ -9,24 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-import numpy as np
-
 from cpu3d.errors import InputError
-from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
+from cpu3d.inference.postprocessing.evidence import Evidence
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import (
     FILES,
     PREDICTIONS,
     SCHEMA,
+    of_cases,
     outdated_scores,
     read_scores,
     scores_path,
-    summarise,
-    worst_of,
 )
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.util.atomic import replace_files, write_bytes, write_json
+from memory_estimator.common.files import typed
 
 SPLIT = "val"  # where a fold has the cases that it holds out
 EVALUATION = ("--split", SPLIT, "--weights", WEIGHTS, "--raw", "--evidence")
@@ -64,38 +62,35 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
     runs = {fold: run for fold, run in trained_folds(folder).items() if is_scored(run)}
     if not runs:
         return None
-    scores = {fold: read_scores(scores_path(run, SPLIT)) for fold, run in runs.items()}
     cases: List[Dict[str, Any]] = []
     origins = []
+    peaks = []
+    evidence = {}
     predictions = {}
     for fold, run in runs.items():
-        ids = []
-        for case in scores[fold]["cases"]:
-            case_id = case["case_id"]
-            ids.append(case_id)
-            cases.append({name: value for name, value in case.items() if name != "evidence"})
-            predictions[case_id] = _label_map(scores_path(run, SPLIT), case_id)
-        how = {name: scores[fold][name] for name in ("fold", "weights_sha256", "inference")}
-        origins.append({"run": str(run), **how, "held_out": ids})
+        path = scores_path(run, SPLIT)
+        scores = read_scores(path)
+        evidence[fold] = _evidence(scores)
+        # What is of this fold alone.
+        how = {name: scores.pop(name) for name in ("fold", "weights_sha256", "inference")}
+        origins.append({"run": str(run), **how, "held_out": list(evidence[fold])})
+        peaks.append(scores["peak_rss_bytes"] or 0)
+        for case in scores["cases"]:
+            del case["evidence"]
+            cases.append(case)
+            predictions[case["case_id"]] = _label_map(path, case["case_id"])
     cases.sort(key=lambda case: case["case_id"])
-    first = dict(scores[next(iter(runs))])
-    for name in ("fold", "weights_sha256", "inference"):  # of this fold alone
-        first.pop(name, None)
-    peaks = [of_fold.get("peak_rss_bytes") or 0 for of_fold in scores.values()]
     joined = {
-        **first,
+        **scores,
         "run": str(folder),
         "runs": origins,
-        "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": max(peaks),
-        "summary": summarise(cases),
-        "worst": worst_of(cases),
-        "cases": cases,
+        **of_cases(cases),
     }
     return OutOfFold(
         scores=joined,
         held_out={origin["fold"]: origin["held_out"] for origin in origins},
-        evidence={fold: _evidence(of_fold) for fold, of_fold in scores.items()},
+        evidence=evidence,
         predictions=predictions,
     )
 
@@ -120,7 +115,4 @@ def _label_map(path: Path, case_id: str) -> Path:
 def _evidence(scores: Dict[str, Any]) -> Dict[str, Evidence]:
     """Case id -> its evidence. Raises KeyError or ValueError if a case has none that can be
     read."""
-    evidence = {}
-    for case in scores["cases"]:
-        evidence[case["case_id"]] = evidence_from_json(case["evidence"], scores["regions"])
-    return evidence
+    return {case["case_id"]: typed(case["evidence"], Evidence) for case in scores["cases"]}

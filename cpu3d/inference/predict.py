@@ -28,9 +28,8 @@ folder of `train --folds` stands for all of its folds. Answers are post-processe
 decided, if all did, or as the cases of such a folder did; --raw leaves that out.
 
 A case that was predicted before of the same image, with the same weights and settings, is kept and
-named; others are predicted again, and their earlier files go. Files that `predict` has not written
-are never overwritten, nor, without --overwrite, answers of another run and labels that were changed
-since; of such a label a copy stays, <case_id>_corrected_1.nii.gz.
+named; another answer is replaced with --overwrite alone, and its files go. Files that `predict` has
+not written, and labels that were changed since, are never overwritten.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
@@ -41,23 +40,23 @@ sees images at its spacing; the answer is on their own grid all the same. --page
 
 import dataclasses
 import hashlib
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from urllib.parse import quote
 
 import numpy as np
 
-from cpu3d.data.cases.case import LoadedCase, load_case
+from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
 from cpu3d.data.cases.resample import grid_of, in_mm, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
-from cpu3d.data.manifest import CaseRecord, Geometry
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, ras_steps_mm, volume_content, write_volume
-from cpu3d.data.normalise import Normalisation, in_units
+from cpu3d.data.normalise import in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import STORE, Case, cases_to_predict, check_exist
@@ -76,19 +75,15 @@ from cpu3d.inference.runs import (
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (
     FILES,
-    LABEL_HASH,
-    REPLACED_HASH,
+    LABEL_HASHES,
     SCHEMA,
     WRITER,
     Outputs,
     changes,
     check_replaceable,
     is_changed,
-    is_of_other_runs,
-    keep_corrected,
     read_sidecar,
     remove_stale,
-    runs_of,
 )
 from cpu3d.pages.viewer import ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
@@ -121,8 +116,8 @@ class Options:
     )
     overwrite: bool = option(
         False,
-        help="predict again the cases that are there, also those of another run and those whose "
-        "label was changed since, of which a copy stays (default: they are kept)",
+        help="predict again the cases that are there, also those of another run (default: the same "
+        "answers are kept, and others refused)",
     )
     codes: str = option(
         AUTO,
@@ -157,26 +152,30 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
         "weights": together.weights,
         "grids": [config.grid for config in configs],
     }
-    wrong = []
-    if options.out.resolve() in (path.resolve() for path in options.image):
+    sources = [path.resolve() for case in cases for path in case.files.paths]
+    if options.out.resolve() in (path.parent for path in sources):
         rule = "--out must not be a folder that is predicted on"
-        wrong.append(f"{rule}, got {options.out}; choose another")
-    raise_if_any([*wrong, *problems] if wrong or not cases else ())
-    todo, lines, refused = _to_do(predictor, cases, options, about, postprocessing)
+        raise InputError(f"{rule}, got {options.out}; choose another", *problems)
+    raise_if_any(() if cases else problems)
+    todo, kept, refused = _to_do(predictor, cases, options, about, postprocessing)
     problems += refused
     writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
-    say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), *lines, stderr=False)
+    say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
+    if kept:
+        again = "with --overwrite they are predicted again"
+        say(f"kept {listed(kept)}, predicted before of the same image; {again}", stderr=False)
     if not todo and not problems:
         return 0
     begin = time.monotonic()
     sidecars = []
     failures: List[InputError] = []
     with bar("predict", total=len(todo)) as advance:
-        for case in todo:
+        for case, made_from in todo:
             try:
-                sidecar = predict_case(predictor, case, options, about, postprocessing, configs)
-                sidecars.append(sidecar)
+                sidecars.append(
+                    predict_case(predictor, case, options, made_from, postprocessing, configs)
+                )
             except InputError as error:
                 failures.append(error)
             advance()
@@ -225,18 +224,18 @@ def predict_case(
     predictor: Any,
     case: Case,
     options: Options,
-    about: Mapping[str, Any],
+    made_from: Mapping[str, Any],
     postprocessing: PostProcessing,
     configs: Sequence[RunConfig] = (),
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the
-    answer's origin. With the `configs` of the runs its notes say how the image differs from what
-    they were trained on. A label among the case's files is not read. Raises InputError for an image
-    that cannot be read or does not fit the run, and as `check_replaceable`."""
+    """Segment one case into `options.out`; returns the content of its sidecar, with `made_from`.
+    With the `configs` of the runs its notes say how the image differs from what they were trained
+    on. A label among the case's files is not read. Raises InputError for an image that cannot be
+    read or does not fit the run, and as `check_replaceable`."""
     begin = time.monotonic()
     outputs = _outputs(case, options)
     before = read_sidecar(outputs.sidecar)
-    check_replaceable(outputs, before, case.files.paths, options.overwrite)
+    check_replaceable(outputs, before)
     kinds = predictor.normalisation_of(case.channels)
     loaded = load_case(
         case.files,
@@ -254,67 +253,52 @@ def predict_case(
         *case_notes(record, case.channels),
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
-        *keep_corrected(outputs, before),
     ]
     label_file = volume_content(outputs.label, label, geometry)
+    hashes = [hashlib.sha256(label_file).hexdigest()]
     content: Dict[str, Any] = {
         "schema": SCHEMA,
         "written_by": WRITER,
-        "complete": False,
+        "complete": True,
         "case_id": case.files.case_id,
         "label": outputs.label.name,
         "codes_of": case.codes_of,
-        **_made_from(predictor, case, options, about, postprocessing),
+        **made_from,
         **_answered(case, record, label),
-        LABEL_HASH: hashlib.sha256(label_file).hexdigest(),
+        LABEL_HASHES: hashes,
         "probabilities": {name: path.name for name, path in outputs.probabilities.items()},
         FILES: [path.name for path in outputs.paths],
         "notes": notes,
     }
-    remove_stale(outputs, before, case.files.paths)
-    _write(outputs, content, label_file, answers, geometry)
-    if outputs.page:
-        write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
-    content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
-    write_json(outputs.sidecar, content)
-    return content
-
-
-def _write(
-    outputs: Outputs,
-    content: Mapping[str, Any],
-    label_file: bytes,
-    answers: np.ndarray,
-    geometry: Geometry,
-) -> None:
-    """Write the files of an answer, its sidecar first, so that a label is known as ours from the
-    moment that it is there, and can be redone after a crash; one that is corrected by hand
-    meanwhile is told from it."""
-    replaced = file_sha256(outputs.label) if outputs.label.is_file() else None
-    write_json(outputs.sidecar, {**content, REPLACED_HASH: replaced})
+    # The sidecar is first, so that a label is known as ours from the moment that it is there, and
+    # can be redone after a crash; one that is corrected by hand meanwhile is told from it.
+    unfinished = {**content, "complete": False}
+    unfinished[FILES] = [*content[FILES], *before.get(FILES, ())]
+    if outputs.label.is_file():
+        unfinished[LABEL_HASHES] = [*hashes, file_sha256(outputs.label)]
+    write_json(outputs.sidecar, unfinished)
     for position, path in enumerate(outputs.probabilities.values()):
         probability = answers[..., position].astype(np.float32)
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
         # for little.
         write_volume(path, probability, geometry, compression=1)
     write_bytes(outputs.label, label_file)
-
-
-def _viewed(
-    case: Case, loaded: LoadedCase, label: np.ndarray, kinds: Sequence[Normalisation]
-) -> ViewedCase:
-    """A case with its prediction, to scroll through on the grid that the network has seen."""
-    record = loaded.record
-    return ViewedCase(
-        name=case.files.case_id,
-        image=in_units(loaded.image, record.units),
-        channels=case.channels,
-        geometry=grid_of(record),
-        regions=case.regions,
-        labels=case.labels,
-        predictions={"prediction": resample_label(label, record.shape)},
-        normalisation=kinds,
-    )
+    if outputs.page:
+        viewed = ViewedCase(
+            name=case.files.case_id,
+            image=in_units(loaded.image, record.units),
+            channels=case.channels,
+            geometry=grid_of(record),  # which the network has seen
+            regions=case.regions,
+            labels=case.labels,
+            predictions={"prediction": resample_label(label, record.shape)},
+            normalisation=kinds,
+        )
+        write_case_page(outputs.page, viewed, "predict")
+    remove_stale(outputs, before)
+    content["seconds"] = round(time.monotonic() - begin, 3)
+    write_json(outputs.sidecar, content)
+    return content
 
 
 def _to_do(
@@ -323,49 +307,38 @@ def _to_do(
     options: Options,
     about: Mapping[str, Any],
     postprocessing: PostProcessing,
-) -> Tuple[List[Case], List[str], List[str]]:
-    """The cases that are still to be predicted; lines on those that were, which are kept, or
-    predicted again with the reason; and what keeps others from being predicted again. Raises
-    InputError for answers of other runs, unless they are to be overwritten."""
+) -> Tuple[List[Tuple[Case, Dict[str, Any]]], List[str], List[str]]:
+    """Find the cases to predict, each with what its answer is made from; the names of those that
+    are kept; and what keeps others from being predicted. Raises InputError for other answers of
+    these cases, unless they are to be overwritten."""
     todo = []
     kept = []
     problems: List[str] = []
-    theirs: Dict[str, List[str]] = {}  # other runs -> cases
-    again: Dict[str, List[str]] = {}  # reason -> cases
+    others: Dict[str, List[str]] = {}  # what differs -> cases
     for case in cases:
         case_id = case.files.case_id
         outputs = _outputs(case, options)
         before = read_sidecar(outputs.sidecar)
-        reasons = ["--overwrite is given"]
-        if not options.overwrite:
-            if is_of_other_runs(before, about):
-                theirs.setdefault(listed(runs_of(before)), []).append(case_id)
-            wanted = _made_from(predictor, case, options, about, postprocessing)
-            reasons = changes(before, wanted, outputs, case.files.paths)
-        if before and not reasons:
-            changed = " (its label as it was changed since)" if is_changed(outputs, before) else ""
-            kept.append(f"{case_id}{changed}")
-            continue
+        made_from = _made_from(predictor, case, options, about, postprocessing)
+        if before.get("complete") and not options.overwrite:
+            differing = changes(before, made_from, case.files.paths)
+            if differing:
+                others.setdefault(listed(differing), []).append(case_id)
+            elif all(path.is_file() and path.name in before[FILES] for path in outputs.paths):
+                changed = " (its label as it was changed since)"
+                kept.append(f"{case_id}{changed}" if is_changed(outputs, before) else case_id)
+                continue
         try:
-            check_replaceable(outputs, before, case.files.paths, options.overwrite)
+            check_replaceable(outputs, before)
+            todo.append((case, made_from))
         except InputError as error:
             problems += error.problems
-            continue
-        todo.append(case)
-        if before:
-            again.setdefault(listed(reasons), []).append(case_id)
     raise_if_any(
-        f"--out {options.out} must not hold these cases' answers by another run, got {listed(ids)} "
-        f"by {runs}; choose another --out, or give --overwrite"
-        for runs, ids in theirs.items()
+        f"--out {options.out} must not hold other answers for its cases, got those of "
+        f"{listed(ids)}, whose {names} differ; choose another --out, or give --overwrite"
+        for names, ids in others.items()
     )
-    lines = []
-    if kept:
-        why = "predicted before with these weights and settings"
-        lines.append(f"kept {listed(kept)}, {why}; with --overwrite they are predicted again")
-    for reason, ids in again.items():
-        lines.append(f"predicted again: {listed(ids)}, as {reason}")
-    return todo, lines, problems
+    return todo, kept, problems
 
 
 def _outputs(case: Case, options: Options) -> Outputs:
@@ -374,8 +347,9 @@ def _outputs(case: Case, options: Options) -> Outputs:
     case_id = case.files.case_id
     probabilities = {}
     if options.probabilities:
-        names = _probability_names(case_id, tuple(case.regions))
-        probabilities = {region: out / name for region, name in names.items()}
+        for region in case.regions:  # whose names may hold slashes
+            name = f"{case_id}_{quote(region, safe=' ')}_probability.nii.gz"
+            probabilities[region] = out / name
     return Outputs(
         sidecar=out / f"{case_id}.json",
         label=out / f"{case_id}.nii.gz",
@@ -434,23 +408,14 @@ def _answered(case: Case, record: CaseRecord, label: np.ndarray) -> Dict[str, An
 
 def _mapping(cases: Sequence[Case]) -> List[str]:
     """The codes that are written, a line for all cases with the same codes."""
-    together: Dict[str, List[Case]] = {}
+    alike: Dict[str, List[Case]] = {}
     for case in cases:
-        together.setdefault(case.codes_of, []).append(case)
+        alike.setdefault(case.codes_of, []).append(case)
     lines = []
-    for codes_of, alike in together.items():
-        ids = listed(case.files.case_id for case in alike)
-        meanings = code_meanings(alike[-1].regions, alike[-1].labels)
+    for codes_of, same in alike.items():
+        ids = listed(case.files.case_id for case in same)
+        meanings = code_meanings(same[0].regions, same[0].labels)
         codes = ", ".join(f"{code} {name}" for code, name in meanings.items())
         todo = "; --codes chooses others" if codes_of == STORE else ""
         lines.append(f"{ids}: label codes of {codes_of}: {codes}{todo}")
     return lines
-
-
-def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
-    """Region -> file name. Regions may be named after labels, whose names may hold blanks or
-    slashes."""
-    slugs = [re.sub(r"[^\w.-]+", "-", name) for name in regions]
-    if len(set(slugs)) < len(slugs):
-        slugs = [f"{position}-{slug}" for position, slug in enumerate(slugs, start=1)]
-    return {name: f"{case_id}_{slug}_probability.nii.gz" for name, slug in zip(regions, slugs)}

@@ -78,11 +78,6 @@ class Inference:
     def __post_init__(self):
         check(self, InputError)
 
-    def to_json(self) -> Dict[str, Any]:
-        """The fields that decide the answer: the device changes its last bits alone, so scores do
-        not depend on it."""
-        return {name: value for name, value in vars(self).items() if name != "device"}
-
 
 def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
     """Voxels X, Y, Z of the window that slides over this run's volumes; None for one pass."""
@@ -99,6 +94,18 @@ def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]
     if inference.flips is False:
         return ()
     return config.mirrored_axes
+
+
+def applied(config: RunConfig, inference: Inference) -> Dict[str, Any]:
+    """How a run's network is applied, as scores.json and sidecars have it; without the device,
+    which changes the last bits of an answer alone."""
+    window = window_of(config, inference)
+    return {
+        "window": list(window) if window else None,
+        "one_pass": not window,
+        "overlap": inference.overlap,
+        "flips": bool(mirrored_axes_of(config, inference)),
+    }
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:

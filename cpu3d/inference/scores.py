@@ -56,13 +56,15 @@ Spacing = Union[Sequence[float], np.ndarray]  # mm of a voxel along X, Y, Z, or 
 
 
 class Lesions(NamedTuple):
-    """Counts of the lesions of a truth, and their mean Dice."""
+    """Counts of the lesions of a truth, their mean Dice, and that of the whole region."""
 
     true: int
     detected: int
     false_positives: int
     # the sum over true lesions, 0 of a missed one, over the count of these and of false positives
     dice: float
+    region_dice: float
+    found_share: np.ndarray  # (L,) of the voxels of each true lesion, however small
 
 
 @dataclass(frozen=True)
@@ -70,39 +72,39 @@ class Matching:
     """The L true lesions and P predicted components of a region, and the N pairs of them that
     touch: all that the scores of any choice among the components need."""
 
-    truth_voxels: np.ndarray  # (L,)
-    counted: np.ndarray  # (L,) whether the lesion is large enough to count
-    predicted_voxels: np.ndarray  # (P,)
-    lesion: np.ndarray  # (N,) index of a pair's lesion
-    predicted: np.ndarray  # (N,) index of its predicted component
-    shared_voxels: np.ndarray  # (N,) voxels of the component in the lesion before it was grown
+    truth_voxels: Tuple[int, ...]  # (L,)
+    counted: Tuple[bool, ...]  # (L,) whether the lesion is large enough to count
+    predicted_voxels: Tuple[int, ...]  # (P,)
+    # (N, 3) index of the lesion, index of the component, and the voxels of the component that lie
+    # in the lesion before it was grown.
+    pairs: Tuple[Tuple[int, int, int], ...]
 
     def lesions(self, kept: Optional[np.ndarray] = None) -> Lesions:
         """The scores if only the components of `kept` (P,) are predicted, by default all."""
+        truth_voxels = np.array(self.truth_voxels, np.int64)
+        predicted_voxels = np.array(self.predicted_voxels, np.int64)
+        counted = np.array(self.counted, bool)
         if kept is None:
-            kept = np.ones(len(self.predicted_voxels), bool)
-        pairs = kept[self.predicted]
-        count = len(self.truth_voxels)
-        lesion = self.lesion[pairs]
-        predicted = self.predicted[pairs]
-        own = np.bincount(lesion, weights=self.predicted_voxels[predicted], minlength=count)
-        shared = np.bincount(lesion, weights=self.shared_voxels[pairs], minlength=count)
-        dice = 2 * shared[self.counted] / (self.truth_voxels + own)[self.counted]
+            kept = np.ones(len(predicted_voxels), bool)
+        lesion, predicted, shared = np.array(self.pairs, np.int64).reshape(-1, 3).T
+        stays = kept[predicted]
+        lesion = lesion[stays]
+        predicted = predicted[stays]
+        count = len(truth_voxels)
+        own = np.bincount(lesion, weights=predicted_voxels[predicted], minlength=count)
+        found = np.bincount(lesion, weights=shared[stays], minlength=count)
+        dice = 2 * found[counted] / (truth_voxels + own)[counted]
         false_positives = int(np.count_nonzero(kept)) - len(np.unique(predicted))
         judged = len(dice) + false_positives
+        total = truth_voxels.sum() + predicted_voxels[kept].sum()
         return Lesions(
             true=len(dice),
-            detected=int(np.count_nonzero(own[self.counted])),
+            detected=int(np.count_nonzero(own[counted])),
             false_positives=false_positives,
             dice=float(dice.sum() / judged) if judged else 1.0,
+            region_dice=float(2 * found.sum() / total) if total else 1.0,
+            found_share=found / np.maximum(truth_voxels, 1),
         )
-
-    def dice(self, kept: np.ndarray) -> float:
-        """Dice of the whole region if only the components of `kept` (P,) are predicted."""
-        total = self.truth_voxels.sum() + self.predicted_voxels[kept].sum()
-        if total:
-            return float(2 * self.shared_voxels[kept[self.predicted]].sum() / total)
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -304,33 +306,35 @@ def connected_components(mask: np.ndarray) -> np.ndarray:
     return label(mask, generate_binary_structure(3, 3))[0]
 
 
-def match_lesions(truth: np.ndarray, predicted: np.ndarray, spacing_mm: Spacing) -> Matching:
+def match_lesions(
+    truth: np.ndarray,
+    predicted: np.ndarray,
+    spacing_mm: Spacing,
+    growth_mm: float = LESION_GROWTH_MM,
+) -> Matching:
     """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_components` by the rule at
-    the top of this file."""
+    the top of this file; with a `growth_mm` of 0 lesions are the components of the truth."""
     near = generate_binary_structure(3, 2)
     steps_mm = steps_of(spacing_mm)
-    rounds = np.round(LESION_GROWTH_MM / np.linalg.norm(steps_mm, axis=0)).astype(int)
+    rounds = np.round(growth_mm / np.linalg.norm(steps_mm, axis=0)).astype(int)
     stops = sorted({0, *rounds})
     grown = truth
     for done, stop in zip(stops, stops[1:]):
         # An axis whose rounds are done keeps the middle of `near` alone, and does not grow.
-        grows = [slice(None) if done < of_axis else slice(1, 2) for of_axis in rounds]
-        neighbours = near[tuple(grows)]
-        grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
+        grows = [slice(None) if done < axis_rounds else slice(1, 2) for axis_rounds in rounds]
+        grown = binary_dilation(grown, near[tuple(grows)], iterations=int(stop - done))
     lesions = connected_components(grown)  # with the voxels around them
     truth_voxels = np.bincount(lesions[truth])[1:]
     predicted_voxels = np.bincount(predicted.ravel())[1:]
-    size_mm3 = voxel_mm3(steps_mm)
     # Every lesion and predicted component that share a voxel, once: as one number of both.
     both = (predicted > 0) & grown
     base = np.int64(len(predicted_voxels) + 1)
-    pairs, pair = np.unique(lesions[both] * base + predicted[both], return_inverse=True)
-    lesion_numbers, predicted_numbers = divmod(pairs, base)
+    numbers, pair = np.unique(lesions[both] * base + predicted[both], return_inverse=True)
+    shared = np.bincount(pair, weights=truth[both], minlength=len(numbers)).astype(int)
+    pairs = np.stack([numbers // base - 1, numbers % base - 1, shared], 1)
     return Matching(
-        truth_voxels=truth_voxels,
-        counted=truth_voxels * size_mm3 > LESION_MM3,
-        predicted_voxels=predicted_voxels,
-        lesion=lesion_numbers - 1,
-        predicted=predicted_numbers - 1,
-        shared_voxels=np.bincount(pair, weights=truth[both]),
+        truth_voxels=tuple(truth_voxels.tolist()),
+        counted=tuple((truth_voxels * voxel_mm3(steps_mm) > LESION_MM3).tolist()),
+        predicted_voxels=tuple(predicted_voxels.tolist()),
+        pairs=tuple(map(tuple, pairs.tolist())),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from cpu3d.data.split import SPLITS
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
-from cpu3d.inference.runs import Inference, mirrored_axes_of
+from cpu3d.inference.runs import Inference, applied
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.run.config_json import load_config
 from cpu3d.run.rules import weights_hashes
@@ -59,14 +59,11 @@ def outdated_scores(
     except InputError:
         return "none that can be read"
     config = load_config(run)
-    as_trained = Inference()
-    window = list(config.grid) if config.is_patch else None
-    how = {"flips": bool(mirrored_axes_of(config, as_trained)), "window": window}
     wanted = {
         "split_hash": config.split_hash,
         "tolerance_mm": tolerance_mm,
         "weights": weights,
-        "inference": {**as_trained.to_json(), **how, "one_pass": not window},
+        "inference": applied(config, Inference()),
     }
     differing = [name for name, value in wanted.items() if scores.get(name) != value]
     reasons = [f"{name} {scores.get(name)}" for name in differing]
@@ -102,13 +99,15 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
         rows = [case["regions"][region] for case in cases]
-        of_region: Dict[str, Any] = {}
+        statistics: Dict[str, Any] = {}
         for metric in METRICS:
             values = [row[metric] for row in rows]
-            of_region[metric] = {name: float(of(values)) for name, of in STATISTICS.items()}
+            statistics[metric] = {
+                name: float(compute(values)) for name, compute in STATISTICS.items()
+            }
         kinds = [row["empty"] for row in rows]
-        of_region["empty"] = {kind: kinds.count(kind) for kind in ("both", "truth", "prediction")}
-        summary[region] = of_region
+        statistics["empty"] = {kind: kinds.count(kind) for kind in ("both", "truth", "prediction")}
+        summary[region] = statistics
     return summary
 
 
@@ -118,9 +117,15 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
 
 
-def worst_of(cases: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:
-    """The names and scores of the worst of the "cases" of scores.json."""
-    return [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]]
+def of_cases(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
+    """The fields of scores.json that follow from its "cases"."""
+    worst = ranked(cases)[:WORST]
+    return {
+        "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
+        "summary": summarise(cases),
+        "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in worst],
+        "cases": cases,
+    }
 
 
 def scores_table(scores: Mapping[str, Any]) -> Table:

@@ -124,14 +124,13 @@ def gather_folds(folder: Path) -> FoldsFiles:
         if store is None:
             with contextlib.suppress(InputError):  # moved or deleted since: the page says so
                 store = open_store(place)
-    first = next(iter(runs.values()), None)
     return FoldsFiles(
         folder=folder,
         names=folds.names,
         runs=runs,
         store=store,
         answers=read_out_of_fold(folder),
-        decision=read_rules(folder, first.config) if first else None,
+        decision=read_rules(folder),
     )
 
 

@@ -196,7 +196,7 @@ def _postprocessing(run: RunFiles) -> Element:
     """What is removed of each region, and the scores of validation cases before and after; in words
     if nothing is."""
     chosen = postprocessing_of(run.folder, run.config)
-    decision = read_rules(run.folder, run.config)
+    decision = read_rules(run.folder)
     if chosen.off or decision is None:
         return f"Post-processing is {chosen.words}."
     rows = []

@@ -151,7 +151,7 @@ def changed_by_rules(
     """Cells: what of a region is removed, and its CHANGED scores, each the mean over cases before
     and after."""
     rule = chosen.rules.get(region)
-    cells = [f"below {rule}" if rule else chosen.without.get(region, "none")]
+    cells = [f"below {rule}" if rule else "none"]
     for name in CHANGED:
         digits = METRICS[name].digits
         means = [np.mean([getattr(case, name) for case in cases]) for cases in (before, after)]

@@ -23,7 +23,7 @@ the middle one: as far from losing a lesion as from leaving an island in a new c
 """
 
 from dataclasses import dataclass, replace
-from typing import Dict, Iterable, List, Sequence, Tuple
+from typing import Dict, List, Sequence
 
 import numpy as np
 
@@ -34,18 +34,14 @@ from cpu3d.inference.postprocessing.rules import (
     Rule,
     codes_below,
     larger_regions,
-    reasons,
 )
 from cpu3d.settings import LEAST_CASES
-from cpu3d.util.records import count
 
 MARGIN = 3  # true lesions must be larger than this many times the bound
 RISK = 0.1
 """What rules by size may cost as many new cases, in lesion-wise Dice: a lesion of two is a half,
 and rules of three phantoms took one in 5 % of other phantoms (records/log.md)."""
 SURE = 0.95  # probability
-
-NONE_GAINS = "none gains"
 
 # The bounds that are tried.
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
@@ -66,97 +62,67 @@ class Choice:
 
 
 def best_rules(evidences: Sequence[Evidence], regions: Regions, *, alone: bool = False) -> Choice:
-    """The post-processing that the rules at the top of this file choose on at least one case.
+    """Choose post-processing by the rules at the top of this file, on at least one case.
 
     `alone`: the network answers alone. The mean of several networks is less sure of what one of
     them misses, so that rules which ask how sure it is do not hold for it, and none is tried.
     """
-    search = RuleSearch(evidences, regions)
+    before = _scores(evidences, {}, regions)
     rules: Rules = {}
-    without: Dict[str, str] = {}
     cases_with = {}
-    below = codes_below(regions)
+    removable = codes_below(regions)
     for name in larger_regions(regions):
-        cases_with[name] = sum(evidence.has(name) for evidence in evidences)
-        if name not in below:
-            without[name] = "other regions would lose the same voxels"
-        elif cases_with[name] < LEAST_CASES:
-            without[name] = too_few(cases_with[name])
-        else:
-            rules, why = search.with_rule(rules, name, alone)
-            if name not in rules:
-                without[name] = why
-    before = means_of(evidences, PostProcessing(), regions)
-    after = means_of(evidences, PostProcessing(rules), regions)
-    for name, why in without.items():
-        if why == NONE_GAINS and after[name].lesion_dice > before[name].lesion_dice:
-            without[name] = "what larger regions lose is enough"
-    off = "" if rules else f"no rule for {reasons(without)}"
-    return Choice(PostProcessing(rules, off, without), before, after, cases_with)
-
-
-def too_few(cases: int) -> str:
-    """The reason why a region that so many cases have has no rule."""
-    return f"in {count(cases, 'validation case')}, {LEAST_CASES} are needed"
-
-
-class RuleSearch:
-    """Tries rules on cases."""
-
-    def __init__(self, evidences: Sequence[Evidence], regions: Regions):
-        self.evidences = evidences
-        self.regions = regions
-
-    def with_rule(self, rules: Rules, name: str, alone: bool) -> Tuple[Rules, str]:
-        """`rules` with one for a region, and why there is none if there is none."""
-        whys = []
+        cases_with[name] = sum(
+            bool(evidence.components[name].truth.truth_voxels) for evidence in evidences
+        )
+        if name not in removable or cases_with[name] < LEAST_CASES:
+            continue
         if alone:
             unsure = [Rule(share, SURE) for share in SHARES]
-            rules, why = self._with_best(rules, name, unsure, 0.0)
-            whys.append(why)
+            rules = _with_best(evidences, regions, rules, name, unsure, 0.0)
         small = [Rule(share) for share in SHARES]
-        rules, why = self._with_best(rules, name, small, RISK)
-        whys.append(why)
+        rules = _with_best(evidences, regions, rules, name, small, RISK)
         rule = rules.get(name, Rule())
         whole = [replace(rule, region_mm3=volume) for volume in REGION_MM3]
-        rules, why = self._with_best(rules, name, whole, RISK)
-        whys.append(why)
-        return rules, next((why for why in whys if why != NONE_GAINS), NONE_GAINS)
+        rules = _with_best(evidences, regions, rules, name, whole, RISK)
+    return Choice(
+        chosen=PostProcessing(rules, "" if rules else "no rule gains on the labelled cases"),
+        before=means_of(before),
+        after=means_of(_scores(evidences, rules, regions)),
+        cases_with=cases_with,
+    )
 
-    def _with_best(
-        self, rules: Rules, name: str, tried: Iterable[Rule], more_than: float
-    ) -> Tuple[Rules, str]:
-        """`rules` with the best of those tried for a region, and why if none is taken. All cases
-        together must gain `more_than` this in the region."""
-        before = self._scores(rules)
-        why = NONE_GAINS
-        gain_of: Dict[Rule, float] = {}
-        for rule in tried:
-            scores = self._scores({**rules, name: rule})
-            gains = _gains(scores, before)
-            larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
-            if gains[name] <= 0:
-                continue
-            if gains[name] * len(self.evidences) <= more_than:
-                if why == NONE_GAINS:
-                    why = "none gains as much as it risks"
-            elif (
-                min(gains.values()) < 0
-                or _is_lesion_lost(scores, before)
-                or _is_lesion_lost(self._scores({**rules, name: larger}), before)
-            ):
-                why = "each that gains takes a true lesion or lowers another region"
-            else:
-                gain_of[rule] = sum(gains.values())
-        if not gain_of:
-            return rules, why
-        most = max(gain_of.values())
-        equal = [rule for rule, gain in gain_of.items() if round(most - gain, 9) <= 0]
-        return {**rules, name: equal[(len(equal) - 1) // 2]}, ""
 
-    def _scores(self, rules: Rules) -> Cases:
-        chosen = PostProcessing(rules)
-        return [evidence.scores(chosen, self.regions) for evidence in self.evidences]
+def _with_best(
+    evidences: Sequence[Evidence],
+    regions: Regions,
+    rules: Rules,
+    name: str,
+    tried: Sequence[Rule],
+    least_gain: float,
+) -> Rules:
+    """`rules` with the best of those `tried` for a region, if there is one: all cases together must
+    gain more than `least_gain` in the region."""
+    before = _scores(evidences, rules, regions)
+    gain_of: Dict[Rule, float] = {}
+    for rule in tried:
+        larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
+        scores = _scores(evidences, {**rules, name: rule}, regions)
+        gains = _gains(scores, before)
+        if (
+            gains[name] * len(evidences) > least_gain
+            and min(gains.values()) >= 0
+            and not _is_lesion_lost(scores, before)
+            and not _is_lesion_lost(_scores(evidences, {**rules, name: larger}, regions), before)
+        ):
+            gain_of[rule] = sum(gains.values())
+    most = max(gain_of.values(), default=0.0)
+    equal = [rule for rule, gain in gain_of.items() if round(most - gain, 9) <= 0]
+    return {**rules, name: equal[(len(equal) - 1) // 2]} if equal else rules
+
+
+def _scores(evidences: Sequence[Evidence], rules: Rules, regions: Regions) -> Cases:
+    return [evidence.scores(PostProcessing(rules), regions) for evidence in evidences]
 
 
 def _gains(scores: Cases, before: Cases) -> Dict[str, float]:

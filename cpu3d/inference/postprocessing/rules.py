@@ -22,7 +22,6 @@ from scipy import ndimage
 from cpu3d.data.labels import label_from_regions, painted_codes, region_mask
 from cpu3d.data.region import bounding_box
 from cpu3d.inference.scores import Spacing, connected_components, voxel_mm3
-from cpu3d.util.records import listed
 
 Regions = Mapping[str, Sequence[int]]  # region -> its label codes
 ROUNDING = 1e-9  # sizes are exact to this share only
@@ -30,21 +29,12 @@ ROUNDING = 1e-9  # sizes are exact to this share only
 
 @dataclass(frozen=True)
 class Rule:
-    """Removes the small components of a region, and what is left if that is too little in all.
-    Raises ValueError for a bound out of range."""
+    """Removes the small components of a region, and what is left if that is too little in all."""
 
     share: float = 0.0  # of the region's largest component: those below it go
     stays_from: Optional[float] = None
     """Probability: a small component in which a voxel has it or more stays. None: none does."""
     region_mm3: float = 0.0  # all that is left goes if it is below this
-
-    def __post_init__(self):
-        if not 0 <= self.region_mm3 < np.inf or not 0 <= self.share < 1:
-            got = f"{self.region_mm3:g} and {self.share:g}"
-            raise ValueError(f"a rule must have a volume from 0 on and a share below 1, got {got}")
-        if self.stays_from is not None and not 0 < self.stays_from <= 1:
-            got = f"{self.stays_from:g}"
-            raise ValueError(f"stays_from must be a probability above 0 or null, got {got}")
 
     def __str__(self) -> str:
         text = f"{100 * self.share:g} % of the largest part" if self.share else ""
@@ -73,17 +63,12 @@ def largest_probability(answer: np.ndarray, components: np.ndarray) -> np.ndarra
     return np.asarray(ndimage.maximum(answer, components, numbers), np.float64)
 
 
-OFF = "off: "  # what the words of no change begin with
-
-
 @dataclass(frozen=True)
 class PostProcessing:
     """The changes to an answer when it is painted."""
 
     rules: Dict[str, Rule] = dataclasses.field(default_factory=dict)  # by region
     off: str = ""  # the reason why nothing is done, else empty
-    without: Dict[str, str] = dataclasses.field(default_factory=dict)
-    """Region that has no rule -> why."""
 
     def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
@@ -108,22 +93,14 @@ class PostProcessing:
     def words(self) -> str:
         """In a line, as "removes parts of WT below 1 % of the largest part" or "off: " and why."""
         if self.off:
-            return f"{OFF}{self.off}"
-        texts = []
-        if self.rules:
-            names: Dict[str, List[str]] = {}
-            for name, rule in self.rules.items():
-                names.setdefault(str(rule), []).append(name)
-            removed = [f"{listed(regions)} below {text}" for text, regions in names.items()]
-            texts.append(f"removes parts of {'; of '.join(removed)}")
-        if self.without:
-            texts.append(f"no rule for {reasons(self.without)}")
-        return "; ".join(texts)
+            return f"off: {self.off}"
+        removed = [f"{name} below {rule}" for name, rule in self.rules.items()]
+        return f"removes parts of {'; of '.join(removed)}"
 
     def is_of(self, words: str) -> bool:
         """Whether answers with this change have these `words`: all that are off are alike."""
         if self.off:
-            return words.startswith(OFF)
+            return words.startswith("off: ")
         return words == self.words
 
 
@@ -134,32 +111,16 @@ def common_rules(several: Sequence[PostProcessing]) -> PostProcessing:
     """The removals that several runs have in common, for their joint answer; off if any of them is,
     for its reason. A rule that asks how sure a network is does not hold for several: where one of
     them misses a lesion, their mean is less sure of it."""
-    first = several[0]
     off = [each for each in several if each.off]
     if off or len(several) == 1:
-        return off[0] if off else first
+        return off[0] if off else several[0]
     rules = {}
-    without: Dict[str, str] = {}
-    for each in several:
-        without.update(each.without)
-    for name in first.rules:
-        own = [each.rules[name] for each in several if name in each.rules]
-        if any(rule.stays_from is not None for rule in own):
-            without[name] = "its rule holds for one network alone"
-        elif len(own) == len(several):
-            share = min(rule.share for rule in own)
-            rules[name] = Rule(share, region_mm3=min(rule.region_mm3 for rule in own))
-    off = "" if rules else "the runs have no rule in common"
-    return PostProcessing(rules, off, without)
-
-
-def reasons(without: Mapping[str, str]) -> str:
-    """Regions and why they have no rule, those of one reason together: "WT and TC (no rule
-    gains)"."""
-    names: Dict[str, List[str]] = {}
-    for name, why in without.items():
-        names.setdefault(why, []).append(name)
-    return ", ".join(f"{listed(regions)} ({why})" for why, regions in names.items())
+    for name in several[0].rules:
+        alike = [each.rules[name] for each in several if name in each.rules]
+        if len(alike) == len(several) and all(rule.stays_from is None for rule in alike):
+            share = min(rule.share for rule in alike)
+            rules[name] = Rule(share, region_mm3=min(rule.region_mm3 for rule in alike))
+    return PostProcessing(rules, "" if rules else "the runs have no rule in common")
 
 
 def larger_regions(regions: Regions) -> Dict[str, List[str]]:
@@ -183,11 +144,10 @@ def codes_below(regions: Regions) -> Dict[str, int]:
     for name, larger in larger_regions(regions).items():
         code = painted.get(larger[0]) if larger else 0
         holders = {other for other in regions if code in members[other]}
-        own_members = members[name]
+        others = [codes for other, codes in members.items() if other != name]
         is_apart = all(
-            other > own_members or other < own_members or other.isdisjoint(own_members)
-            for other_name, other in members.items()
-            if other_name != name
+            codes > members[name] or codes < members[name] or codes.isdisjoint(members[name])
+            for codes in others
         )
         if code is not None and is_apart and holders == set(larger):
             below[name] = code

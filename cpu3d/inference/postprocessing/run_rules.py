@@ -21,16 +21,16 @@ from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, fault_of
 from cpu3d.inference.ensemble import trained_predictors
-from cpu3d.inference.postprocessing.choice import best_rules, too_few
+from cpu3d.inference.postprocessing.choice import Choice, best_rules
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, Scores, gather
-from cpu3d.inference.postprocessing.rules import PostProcessing, Regions, common_rules, reasons
+from cpu3d.inference.postprocessing.rules import PostProcessing, Regions, common_rules
 from cpu3d.inference.runs import Inference, RunSet, store_of_run
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.run.heartbeat import DECIDING
 from cpu3d.run.log import last_end
-from cpu3d.run.rules import SCHEMA, weights_hashes
+from cpu3d.run.rules import SCHEMA, has_rules, weights_hashes
 from cpu3d.settings import LEAST_CASES, RunConfig
 from cpu3d.training.pulse import Pulse
 from cpu3d.util.atomic import write_json
@@ -64,20 +64,18 @@ class PostprocessingRules:
     cases_with: Dict[str, int]  # region -> cases that have it
 
 
-def read_rules(run: Path, config: RunConfig) -> Optional[PostprocessingRules]:
+def read_rules(run: Path) -> Optional[PostprocessingRules]:
     """Read the rules of a run or of a folder of folds, of its present weights or earlier ones; None
-    if it has none. Raises InputError for a postprocessing.json that is damaged, of another version
-    or of other regions."""
+    if it has none. Raises InputError for a postprocessing.json that is damaged or of another
+    version."""
     path = Path(run) / FILE
     if not path.exists():
         return None
 
     def checked(content: Dict[str, Any]) -> PostprocessingRules:
         rules: PostprocessingRules = typed(content, PostprocessingRules)
-        chosen = rules.chosen
-        named = {*rules.before, *chosen.rules, *chosen.without, *rules.cases_with}
-        if set(rules.before) != set(rules.after) or not named <= set(config.regions):
-            raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
+        if set(rules.before) != set(rules.after) or not set(rules.before) <= set(rules.cases_with):
+            raise ValueError("means before and after that are not of the same regions")
         return rules
 
     todo = "delete it and repeat the run's `train`, which decides again"
@@ -87,50 +85,39 @@ def read_rules(run: Path, config: RunConfig) -> Optional[PostprocessingRules]:
 def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
     """The post-processing of a run with its "best" or "last" weights. Raises InputError as
     `read_rules`."""
-    return _applied(run, [run], config, weights, "best", "the run's `train`")
+    return _applied(run, [run], config, weights, "best")
 
 
 def postprocessing_together(together: RunSet) -> PostProcessing:
-    """The post-processing of what runs answer together: for a folder of folds as their cases
-    decided, for other runs what they have in common. Raises InputError as `read_rules`."""
+    """The post-processing of what runs answer together: the rules of a folder of folds, or those
+    that other runs have in common. Raises InputError as `read_rules`."""
     weights = together.weights
     if together.folder:
         config = together.configs[0]
-        again = "its `train --folds`"
-        return _applied(together.folder, together.runs, config, weights, WEIGHTS, again)
+        return _applied(together.folder, together.runs, config, weights, WEIGHTS)
     pairs = zip(together.runs, together.configs)
     return common_rules([postprocessing_of(run, config, weights) for run, config in pairs])
 
 
 def _applied(
-    folder: Path,
-    runs: Sequence[Path],
-    config: RunConfig,
-    weights: str,
-    usual_weights: str,
-    command: str,
+    folder: Path, runs: Sequence[Path], config: RunConfig, weights: str, usual_weights: str
 ) -> PostProcessing:
     """The rules in a folder, of these runs with their `usual_weights`; or off, and why."""
-    rules = read_rules(folder, config)
-    if rules is None:
-        return PostProcessing(off=f"not decided; repeat {command}")
     if weights != usual_weights:
         off = f"decided with the {usual_weights} weights, these are the {weights}"
         return PostProcessing(off=off)
-    if not _is_of(rules, runs, usual_weights, config.split_hash):
-        return PostProcessing(off=f"decided with other weights or another split; repeat {command}")
+    rules = read_rules(folder)
+    wanted = (config.split_hash, weights_hashes(runs, weights))
+    if rules is None or (rules.split_hash, rules.weights_sha256) != wanted:
+        off = "not decided for these weights and this split; repeat the `train` that made them"
+        return PostProcessing(off=off)
     return rules.chosen
-
-
-def _is_of(rules: PostprocessingRules, runs: Sequence[Path], weights: str, split_hash: str) -> bool:
-    hashes = weights_hashes(runs, weights)
-    return rules.split_hash == split_hash and rules.weights_sha256 == hashes
 
 
 def why_without_rules(run: Path, config: RunConfig) -> str:
     """OPEN or LACKS_STORE for a trained run that has no rules of its present weights; "" for one
     that has."""
-    if _kept(run, config):
+    if has_rules(run, config.split_hash):
         return ""
     try:
         store_of_run(config)
@@ -140,7 +127,7 @@ def why_without_rules(run: Path, config: RunConfig) -> str:
 
 
 def choose_rules(run: Path, store_folder: Optional[Path] = None) -> PostprocessingRules:
-    """Decide the post-processing of a trained run on its labelled validation cases, one in memory
+    """Choose the post-processing of a trained run on its labelled validation cases, one in memory
     at a time, and write it into the run. Rules of the present weights are returned as they are.
     Raises InputError as `trained_predictors` and `store_of_run`, and if another process writes to
     the run."""
@@ -152,7 +139,7 @@ def _choose_rules(run: Path, store_folder: Optional[Path]) -> PostprocessingRule
     """As `choose_rules`, in a folder that this process has locked."""
     config = load_config(run)
     weights_file(run, "best")
-    kept = _kept(run, config)
+    kept = read_rules(run) if has_rules(run, config.split_hash) else None
     if kept:
         return kept
     hashes = weights_hashes([run])
@@ -165,44 +152,21 @@ def _choose_rules(run: Path, store_folder: Optional[Path]) -> PostprocessingRule
         name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)
         for name, codes in regions.items()
     }
-    before: Dict[str, Means] = {}
-    after: Dict[str, Means] = {}
     if max(cases_with.values()) < LEAST_CASES:  # no network need be asked
-        few = {name: too_few(number) for name, number in cases_with.items()}
-        off = reasons(few) if len(records) >= LEAST_CASES else too_few(len(records))
-        chosen = PostProcessing(off=off, without=few)
+        off = f"no region is in {LEAST_CASES} labelled validation cases"
+        choice = Choice(PostProcessing(off=off), {}, {}, cases_with)
     else:
         (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
-        evidences = _gathered(predictor, store, records)
-        choice = best_rules(evidences, regions, alone=True)
-        chosen = choice.chosen
-        before = choice.before
-        after = choice.after
-    rules = PostprocessingRules(
-        weights_sha256=hashes,
-        split_hash=config.split_hash,
-        cases=len(records),
-        chosen=chosen,
-        before=before,
-        after=after,
-        cases_with=cases_with,
-    )
-    _write(rules, run)
+        choice = best_rules(_gathered(predictor, store, records), regions, alone=True)
+    return _write_rules(run, hashes, config, len(records), choice)
+
+
+def _write_rules(
+    folder: Path, hashes: Tuple[str, ...], config: RunConfig, cases: int, choice: Choice
+) -> PostprocessingRules:
+    rules = PostprocessingRules(hashes, config.split_hash, cases, **vars(choice))
+    write_json(folder / FILE, {"schema": SCHEMA, **dataclasses.asdict(rules)})
     return rules
-
-
-def _kept(run: Path, config: RunConfig) -> Optional[PostprocessingRules]:
-    """The run's rules, if they are of its present weights; None also for a damaged file."""
-    try:
-        rules = read_rules(run, config)
-    except (InputError, OSError):
-        return None
-    is_kept = rules is not None and _is_of(rules, [run], "best", config.split_hash)
-    return rules if is_kept else None
-
-
-def _write(rules: PostprocessingRules, folder: Path) -> None:
-    write_json(Path(folder) / FILE, {"schema": SCHEMA, **dataclasses.asdict(rules)})
 
 
 def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> List[Evidence]:
@@ -225,7 +189,6 @@ def choose_rules_after_training(run: Path, store_folder: Path, pulse: Pulse) -> 
     print the choice, or why there is none: the run is whole in any case. Raises KeyboardInterrupt
     with nothing decided."""
     begin = time.perf_counter()
-    pulse.phase(DECIDING)
     try:
         step = last_end(run).get("step", 0)
         pulse.phase(DECIDING, step=step, steps=step)
@@ -259,14 +222,7 @@ def choose_rules_of_folds(folder: Path, evidences: Sequence[Evidence]) -> Postpr
     runs = list(trained_folds(folder).values())
     config = load_config(runs[0])
     choice = best_rules(evidences, config.codes_by_region)
-    rules = PostprocessingRules(
-        weights_sha256=weights_hashes(runs, WEIGHTS),
-        split_hash=config.split_hash,
-        cases=len(evidences),
-        **vars(choice),
-    )
-    _write(rules, folder)
-    return rules
+    return _write_rules(folder, weights_hashes(runs, WEIGHTS), config, len(evidences), choice)
 
 
 def cross_fitted(
@@ -278,10 +234,12 @@ def cross_fitted(
     before: CaseScores = {}
     after: CaseScores = {}
     for fold, cases in evidences.items():
-        others: List[Evidence] = []
-        for other, of_other in evidences.items():
-            if other != fold:
-                others += of_other.values()
+        others = [
+            evidence
+            for other, held_out in evidences.items()
+            if other != fold
+            for evidence in held_out.values()
+        ]
         chosen = best_rules(others, regions).chosen
         for case_id, evidence in cases.items():
             before[case_id] = evidence.scores(PostProcessing(), regions)

@@ -97,7 +97,7 @@ def test_voxels_that_are_not_annotated_count_in_no_score_and_are_predicted(
         assert core["dice"] == pytest.approx(6 / 9)
         kept = case["evidence"]["components"]["TC"]
         assert kept["voxels"] == (27,)
-        assert kept["part_voxels"] == (9,) * int(slices)
+        assert kept["lesions"]["predicted_voxels"] == (9,) * int(slices)
         path = tiny_run / f"evaluation/predictions/{case['case_id']}.nii.gz"
         written = read_volume(path)[0]
         assert np.count_nonzero(np.isin(written, (2, 3))) == 27

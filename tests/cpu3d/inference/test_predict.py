@@ -238,21 +238,16 @@ def test_a_case_that_was_predicted_alike_is_kept_and_named(
 ):
     words = ("--image", files.images[0], "--out", tmp_path / "out")
     assert call(*words) == 0
-    printed = capsys.readouterr().out
-    assert "1 case predicted in" in printed
-    assert "seconds of the first file: with the start" in printed
+    assert "1 case predicted in" in capsys.readouterr().out
     written = (tmp_path / "out/a.nii.gz").stat().st_mtime_ns
+    other = write_case(tmp_path / "in", "b", seed=2).images[0]
     predictor.sure = 0.1  # which would show
-    assert call(*words) == 0
+    assert call(*words, "--image", files.images[0], other) == 0
     printed = capsys.readouterr().out
     assert "kept a, predicted before" in printed
-    assert "predicted in" not in printed
+    assert "1 case predicted in" in printed
     assert (tmp_path / "out/a.nii.gz").stat().st_mtime_ns == written
-    other = write_case(tmp_path / "in", "b", seed=2).images[0]
-    assert call("--image", files.images[0], other, "--out", tmp_path / "out") == 0
-    assert "1 case predicted in" in capsys.readouterr().out
     assert not read_volume(tmp_path / "out/b.nii.gz")[0].any()
-    assert read_volume(tmp_path / "out/a.nii.gz")[0].any()
 
 
 def other_weights(predictor, files):
@@ -288,62 +283,36 @@ def as_before(predictor, files):
 
 
 @pytest.mark.parametrize(
-    ("change", "more", "why"),
+    ("change", "more", "differs"),
     [
-        (other_weights, (), "the weights changed"),
-        (other_image, (), "the image changed"),
-        (other_order, (), "the order of the channels changed"),
-        (other_normalisation, (), "the normalisation changed"),
-        (other_painting, (), "the painting changed"),
-        (other_grid, (), "the grids changed"),
-        (as_before, ("--overwrite",), "--overwrite is given"),
-        (as_before, ("--weights", "last"), "--weights changed"),
-        (as_before, ("--codes", "brats2023"), "the label codes changed"),
-        (as_before, ("--zero-nan",), "--zero-nan changed"),
-        (as_before, ("--raw",), "post-processing changed"),
-        (as_before, ("--probabilities",), "files are missing"),
-        (as_before, ("--page",), "files are missing"),
+        (other_weights, (), "weights_sha256"),
+        (other_image, (), "the image"),
+        (other_order, (), "channels"),
+        (other_normalisation, (), "normalisation"),
+        (other_painting, (), "painting"),
+        (other_grid, (), "grids"),
+        (as_before, ("--weights", "last"), "weights"),
+        (as_before, ("--codes", "brats2023"), "label_codes"),
+        (as_before, ("--zero-nan",), "zero_nan"),
+        (as_before, ("--raw",), "postprocessing"),
+        (as_before, ("--probabilities",), ""),
+        (as_before, ("--page",), ""),
     ],
 )
-def test_a_case_is_predicted_again_where_something_that_it_is_made_from_changed(
-    call, predictor, files, tmp_path, capsys, change, more, why
+def test_another_answer_is_replaced_only_if_that_is_asked_for(
+    call, predictor, files, tmp_path, change, more, differs
 ):
     words = ("--image", files.images[0], "--out", tmp_path / "out")
-    assert call(*words, "--weights", "best") == 0
+    assert call(*words) == 0
     change(predictor, files)
     predictor.sure = 0.1
-    capsys.readouterr()
-    assert call(*words, *(more if "--weights" in more else ("--weights", "best", *more))) == 0
-    printed = capsys.readouterr().out
-    assert "predicted again: a, as " in printed
-    assert why in printed
+    if differs:
+        with pytest.raises(InputError, match=f"got those of a, whose .*{differs}.*--overwrite"):
+            call(*words, *more)
+        assert read_volume(tmp_path / "out/a.nii.gz")[0].any()
+        more = (*more, "--overwrite")
+    assert call(*words, *more) == 0
     assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()
-
-
-def test_answers_of_another_run_are_replaced_only_if_that_is_asked_for(
-    call, predictor, files, tiny_run, fold_runs, tmp_path
-):
-    other = write_case(tmp_path / "in", "b", seed=2)
-    out = tmp_path / "out"
-    words = ("--image", files.images[0], other.images[0], "--out", out)
-    assert call("--image", files.images[0], "--out", out) == 0
-    moved = shutil.copytree(tiny_run, tmp_path / "moved")
-    assert call("--image", files.images[0], "--out", out, runs=(moved,)) == 0  # the same weights
-    predictor.weights_sha256 = "others"
-    before = (out / "a.json").read_bytes()
-    for runs in ((tiny_run,), fold_runs("1/2", "2/2")):
-        with pytest.raises(InputError, match=f"got a by {moved}; choose another --out, or give"):
-            call(*words, runs=runs)
-    assert (out / "a.json").read_bytes() == before
-    assert not (out / "b.json").exists()
-    assert call("--image", other.images[0], "--out", out) == 0
-    predictor.weights_sha256 = "trained on"
-    assert call("--image", other.images[0], "--out", out) == 0  # of the same run
-    assert call(*words, "--overwrite") == 0
-    assert json.loads((out / "a.json").read_text())["run"] == str(tiny_run)
-
-
-CORRECTED = b"an expert's week of work"
 
 
 def killed_at(predictor, files, out, monkeypatch, step, *, before):
@@ -362,85 +331,60 @@ def killed_at(predictor, files, out, monkeypatch, step, *, before):
 
 
 @pytest.mark.parametrize(
-    ("state", "corrected", "name", "is_refused", "is_replaced"),
+    ("state", "corrected", "name"),
     [
-        ("whole", False, "a.nii.gz", False, True),
-        ("whole", True, "a.nii.gz", True, True),
-        ("killed before its label", False, "a.nii.gz", False, True),
-        ("killed before its label", True, "a.nii.gz", True, True),
-        ("killed after its label", False, "a.nii.gz", False, True),
-        ("killed after its label", True, "a.nii.gz", True, True),
-        ("killed after its page", True, "a.nii.gz", True, True),
-        ("none", True, "a.nii.gz", True, False),
-        ("none", True, "a.json", True, False),
-        ("somebody's", True, "a.nii.gz", True, False),
-        ("whole", True, "a.html", True, False),
-        ("whole", True, "a_WT_probability.nii.gz", True, False),
+        ("whole", False, "a.nii.gz"),
+        ("whole", True, "a.nii.gz"),
+        ("killed before its label", False, "a.nii.gz"),
+        ("killed before its label", True, "a.nii.gz"),
+        ("killed after its label", False, "a.nii.gz"),
+        ("killed after its page", True, "a.nii.gz"),
+        ("none", True, "a.nii.gz"),
+        ("none", True, "a.json"),
+        ("whole", True, "a.html"),
+        ("whole", True, "a_WT_probability.nii.gz"),
     ],
 )
-def test_what_predict_has_not_written_is_not_overwritten(
-    call, predictor, files, tmp_path, monkeypatch, state, corrected, name, is_refused, is_replaced
+def test_what_predict_has_not_written_is_never_overwritten(
+    call, predictor, files, tmp_path, monkeypatch, state, corrected, name
 ):
-    """A label that was changed since is the only thing that --overwrite replaces, and it stays
-    beside it."""
     out = tmp_path / "out"
-    words = ["--image", files.images[0], "--out", out]
+    words = ["--image", files.images[0], "--out", out, "--overwrite"]
     if state == "none":
         out.mkdir()
-    elif state == "somebody's":
-        out.mkdir()
-        (out / "a.json").write_text('{"written_by": "somebody"}')
     else:
         assert call(*words) == 0
     if state.startswith("killed"):
         predictor.shift = 1  # another answer
         step = "write_case_page" if state.endswith("page") else "write_bytes"
         killed_at(predictor, files, out, monkeypatch, step, before="before" in state)
-    predictor.weights_sha256 = "others"
+    words += {"a.html": ["--page"], "a_WT_probability.nii.gz": ["--probabilities"]}.get(name, [])
     if corrected:
-        (out / name).write_bytes(CORRECTED)
-    options = {"a.html": ["--page"], "a_WT_probability.nii.gz": ["--probabilities"]}.get(name, [])
-    if is_refused:
+        (out / name).write_bytes(b"an expert's week of work")
         with pytest.raises(InputError, match=f"{name} must not be overwritten"):
-            call(*words, *options)
-        assert (out / name).read_bytes() == CORRECTED
-    if corrected and not is_replaced:
-        with pytest.raises(InputError, match=f"{name} must not be overwritten"):
-            call(*words, *options, "--overwrite")
-        assert (out / name).read_bytes() == CORRECTED
+            call(*words)
+        assert (out / name).read_bytes() == b"an expert's week of work"
         return
-    assert call(*words, *(["--overwrite"] if is_refused else [])) == 0
+    assert call(*words) == 0
     assert json.loads((out / "a.json").read_text())["complete"]
     assert read_volume(out / "a.nii.gz")[0].any()
-    copies = [path.read_bytes() for path in out.glob("a_corrected_*")]
-    assert copies == [CORRECTED] * corrected
+
+
+def test_a_label_that_was_corrected_is_kept_and_named(call, files, tmp_path, capsys):
+    words = ("--image", files.images[0], "--out", tmp_path / "out")
+    assert call(*words) == 0
+    (tmp_path / "out/a.nii.gz").write_bytes(b"corrected")
+    assert call(*words) == 0
+    assert "kept a (its label as it was changed since)" in capsys.readouterr().out
+    assert (tmp_path / "out/a.nii.gz").read_bytes() == b"corrected"
 
 
 def test_a_source_is_never_overwritten(files, tmp_path, call):
     image = files.images[0]
     before = image.read_bytes()
-    for more in ((), ("--overwrite",)):
-        with pytest.raises(InputError, match="must not be"):
-            call("--image", image, "--out", tmp_path / "in", *more)
+    with pytest.raises(InputError, match="must not be a folder that is predicted on"):
+        call("--image", image, "--out", tmp_path / "in", "--overwrite")
     assert (image.read_bytes(), (tmp_path / "in/a.json").exists()) == (before, False)
-
-
-def test_every_label_that_was_corrected_by_hand_is_kept_beside_the_one_that_replaces_it(
-    call, files, tmp_path, capsys
-):
-    out = tmp_path / "out"
-    words = ("--image", files.images[0], "--out", out)
-    assert call(*words) == 0
-    (out / "a_corrected_1.nii.gz").write_bytes(b"of another program")
-    for number, text in ((2, b"first"), (3, b"second"), (2, b"first")):
-        (out / "a.nii.gz").write_bytes(text)
-        assert call(*words) == 0
-        assert "kept a (its label as it was changed since)" in capsys.readouterr().out
-        assert call(*words, "--overwrite") == 0
-        assert f"was kept as a_corrected_{number}.nii.gz" in capsys.readouterr().err
-    assert call(*words, "--overwrite") == 0  # of a label that was not changed there is no copy
-    copies = {path.name[-8]: path.read_bytes() for path in out.glob("a_corrected_*")}
-    assert copies == {"1": b"of another program", "2": b"first", "3": b"second"}
 
 
 def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files, tmp_path):
@@ -452,21 +396,13 @@ def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files,
     assert [modality["name"] for modality in shown["modalities"]] == list(CHANNELS)
     assert call(*words) == 0  # kept: they are of this answer
     assert len(list(out.iterdir())) == 6
-    predictor.weights_sha256 = "others"
-    assert call(*words) == 0
+    (tmp_path / "notes.txt").write_text("mine")
+    content = json.loads((out / "a.json").read_text())
+    content["files"] += ["../notes.txt", str(tmp_path / "notes.txt")]
+    (out / "a.json").write_text(json.dumps(content))
+    assert call(*words, "--overwrite") == 0
     assert sorted(path.name for path in out.iterdir()) == ["a.json", "a.nii.gz"]
-
-
-def test_a_path_in_a_sidecar_is_not_removed(predictor, files, tmp_path):
-    predict_case(predictor, files, tmp_path / "out")
-    sidecar = tmp_path / "out/a.json"
-    other = tmp_path / "notes.txt"
-    other.write_text("mine")
-    content = json.loads(sidecar.read_text())
-    content["files"] += ["../notes.txt", str(other)]
-    sidecar.write_text(json.dumps(content))
-    predict_case(predictor, files, tmp_path / "out")
-    assert other.read_text() == "mine"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
@@ -485,7 +421,6 @@ def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
         with pytest.raises(OSError, match="No space"):
             predict_case(predictor, files, tmp_path / "out")
     assert not json.loads((tmp_path / "out/a.json").read_text())["complete"]
-    predict_case(predictor, files, tmp_path / "out")
     predictor.sure = 0.1
     assert predict_case(predictor, files, tmp_path / "out")["volumes_ml"]["WT"] == 0
     assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()

