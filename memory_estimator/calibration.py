@@ -53,7 +53,7 @@ class Scale:
     """The seconds of measured steps beside those that were predicted for them."""
 
     scale: float  # measured / predicted, within FURTHEST
-    quiet: bool  # whether the CPUs had almost nothing else to do
+    quiet: bool  # whether the CPUs are known to have had almost nothing else to do
     threads: int
     date: str
     job: str  # for printing, such as "240 x 240 x 160 in bfloat16"
@@ -110,7 +110,7 @@ class HostConstants:
             steps = f"steps {place} on {scale.date}, {scale.job}"
             words = [f"scaled by {scale.scale:.2f} to {steps}"]
             if not scale.quiet:
-                words.append("other programs kept its CPUs busy")
+                words.append("other programs may have kept its CPUs busy")
         elif self.origin != "measured":
             words = [f"assumed from {self.name}"]
         elif host:

@@ -1,5 +1,5 @@
-"""The one place that sets up this process for TensorFlow: environment, CPUs, memory nodes, engine,
-threads, device.
+"""The one place that sets up this process for TensorFlow: environment, CPUs, engine, threads,
+device.
 
     host, plan, tf = set_up()                       # on the CPU
     host, plan, tf = set_up("stock", "gpu:0")
@@ -16,7 +16,6 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
-from cpu3d.host.memory import take_memory_from
 from cpu3d.host.thread_plan import THREADS, ThreadPlan, read_topology, thread_plans
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
@@ -26,11 +25,11 @@ from models.native.library import native_operations
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
-    """Set environment, CPUs and memory nodes of this process and its children by `plan`; the user's
-    own variables stay.
+    """Set environment and CPUs of this process and its children by `plan`; the user's own variables
+    stay.
 
-    A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same,
-    only slower. `thread_plan.describe` shows what is in force. The engine is a choice of this call,
+    A kernel that refuses CPUs, as in some containers, is no error: the work is the same, only
+    slower. `thread_plan.describe` shows what is in force. The engine is a choice of this call,
     so oneDNN follows it and not the environment. Raises RuntimeError when TensorFlow is already
     imported: it has read its environment by then."""
     installed(engine)
@@ -50,8 +49,6 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended, or the kernel does not let us
                 os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
-    if plan.memory_nodes:
-        take_memory_from(plan.memory_nodes)
 
 
 def import_tensorflow(engine: Optional[str] = None) -> Any:

@@ -78,9 +78,7 @@ def run(options: Options) -> int:
     if options.json:
         content = {
             "topology": dataclasses.asdict(topology),
-            "plans": [
-                {**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans
-            ],
+            "plans": [dataclasses.asdict(plan) for plan in plans],
             "checks": [dataclasses.asdict(check) for check in checks],
         }
         print(json.dumps(content, indent=1))

@@ -7,14 +7,13 @@ use_device(tf, device)                          # after TensorFlow is imported: 
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import DoesNotFitError, InputError
 from memory_estimator import planner
@@ -25,16 +24,7 @@ from models.strides import Shape3
 
 CPU = "cpu"
 
-# Of nvidia-smi.
-QUERY = (
-    "index",
-    "name",
-    "memory.total",
-    "memory.free",
-    "compute_cap",
-    "uuid",
-    "mig.mode.current",
-)
+QUERY = ("name", "memory.total", "memory.free", "compute_cap")  # of nvidia-smi
 # for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
 TIMEOUT_S = 60.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other requirements
@@ -44,11 +34,9 @@ CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other r
 class Gpu:
     """A card that this process may use."""
 
-    # as TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves
-    index: int
+    index: int  # as TensorFlow counts: by the slot it is in, among those of CUDA_VISIBLE_DEVICES
     name: str
-    # None if the driver has no figure, or if MIG splits the card, as for the next
-    memory_bytes: Optional[int]
+    memory_bytes: Optional[int]  # None if the driver has no figure, as for the next
     free_bytes: Optional[int]
     # of its instructions, (major, minor); (0, 0) if the driver has none
     compute_capability: Tuple[int, int]
@@ -74,51 +62,33 @@ class HostGpus(Sequence[Gpu]):
     @functools.cached_property
     def _cards(self) -> Tuple[Gpu, ...]:
         command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            command.append(f"--id={visible}")
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
             )
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
             return ()
-        return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return parse_gpus(done.stdout)
 
 
-def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
-    """The cards in the answer of nvidia-smi to QUERY; `visible` is CUDA_VISIBLE_DEVICES, None if it
-    is not set.
-
-    Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card
-    is left out. As CUDA does, cards are taken in the named order, by number or by the beginning of
-    an id, up to the first that is not there. The ids of a split card's instances, "MIG-...", are
-    not in the answer, so such a card is named by number."""
-    cards: Dict[Tuple[str, str], Gpu] = {}  # by number and id
+def parse_gpus(text: str) -> Tuple[Gpu, ...]:
+    """The cards in the answer of nvidia-smi to QUERY. Figures that the driver has none for, "[N/A]"
+    and the like, become None; a line that is no card is left out."""
+    cards: List[Gpu] = []
     for line in text.splitlines():
-        number, *more = (value.strip() for value in line.split(","))
-        if len(more) != len(QUERY) - 1 or not number.isdigit():
+        name, *figures = (value.strip() for value in line.split(","))
+        if len(figures) != len(QUERY) - 1:
             continue
-        name, total, free, capability, uuid, mig = more
-        is_split = mig == "Enabled"
-        version = re.fullmatch(r"(\d+)\.(\d+)", capability)
-        cards[number, uuid] = Gpu(
-            index=len(cards),
-            name=name,
-            memory_bytes=None if is_split else _bytes_of(total),
-            free_bytes=None if is_split else _bytes_of(free),
-            compute_capability=(int(version[1]), int(version[2])) if version else (0, 0),
+        total_bytes, free_bytes = (
+            int(mib) * 2**20 if mib.isdigit() else None for mib in figures[:2]
         )
-    if visible is None:
-        return tuple(cards.values())
-    taken: List[Gpu] = []
-    for word in map(str.strip, visible.split(",")):
-        matching = [
-            gpu
-            for (number, uuid), gpu in cards.items()
-            if word == number or (word and uuid.startswith(word))
-        ]
-        if len(matching) != 1:
-            break
-        taken.append(dataclasses.replace(matching[0], index=len(taken)))
-    return tuple(taken)
+        version = re.fullmatch(r"(\d+)\.(\d+)", figures[2])
+        capability = (int(version[1]), int(version[2])) if version else (0, 0)
+        cards.append(Gpu(len(cards), name, total_bytes, free_bytes, capability))
+    return tuple(cards)
 
 
 def best_dtype(gpu: Gpu) -> str:
@@ -248,8 +218,3 @@ def fits_memory(work: str, advice: str) -> Iterator[None]:
         raise DoesNotFitError(
             f"memory must hold {work}, got out of memory ({message[:160]}); {advice}"
         ) from None
-
-
-def _bytes_of(mib: str) -> Optional[int]:
-    """The bytes of a figure in MiB; None for a text such as "[N/A]"."""
-    return int(mib) * 2**20 if mib.isdigit() else None

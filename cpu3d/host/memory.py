@@ -1,14 +1,10 @@
-"""The memory of a process, now and at most, TensorFlow's allocator's part, and the NUMA nodes it
-comes from."""
+"""The memory of a process, now and at most, and TensorFlow's allocator's part of it."""
 
 import contextlib
-import ctypes
-import platform
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Optional, Sequence, Union
+from typing import Dict, Optional, Union
 
 from memory_estimator.host import read_text, sizes
 from memory_estimator.job import Job
@@ -95,33 +91,3 @@ def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
     except (ValueError, KeyError, tf.errors.OpError):
         return None
     return peak_bytes if peak_bytes > 0 else None
-
-
-# --- NUMA nodes, by the system calls of x86-64, without libnuma ---
-
-_SET_MEMPOLICY = 238
-_GET_MEMPOLICY = 239
-_PREFERRED = 1  # MPOL_PREFERRED and MPOL_INTERLEAVE of linux/mempolicy.h
-_INTERLEAVED = 3
-_MOST_NODES = 1024  # as many as the kernel can be built for
-
-
-def take_memory_from(nodes: Sequence[int]) -> None:
-    """Have this thread, and those that it starts, take memory from one node as long as it has some,
-    or from several page by page in turns. A policy that numactl has set stays; so does the kernel's
-    own where it refuses, as in some containers."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return
-    system_call = ctypes.CDLL(None).syscall
-    nothing = ctypes.c_long(0)
-    mode = ctypes.c_int()
-    get = ctypes.c_long(_GET_MEMPOLICY)
-    is_refused = system_call(get, ctypes.byref(mode), nothing, nothing, nothing, nothing)
-    if is_refused or mode.value:
-        return
-    mask = (ctypes.c_uint64 * (_MOST_NODES // 64))()
-    for node in nodes:
-        mask[node // 64] |= 1 << node % 64
-    wanted = ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVED)
-    size = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel looks at one bit less
-    system_call(ctypes.c_long(_SET_MEMPOLICY), wanted, mask, size)

@@ -3,10 +3,9 @@
 for check in self_test():
     print(check.name, check.state, check.result, check.advice)
 
-As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it
-has it. Others may print among them, as oneDNN does with ONEDNN_VERBOSE=1."""
+As a program, `python -m cpu3d.host.self_test FILE [ENGINE]` writes the results into a file, as
+JSON."""
 
-import contextlib
 import dataclasses
 import json
 import subprocess
@@ -14,10 +13,10 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from cpu3d.host.apply import engine_name, installed, set_up
-from cpu3d.util.child import ROOT, how_ended, last_words
+from cpu3d.util.child import ROOT, how_ended
 from memory_estimator.host import Host, instruction_set
 from memory_estimator.installed import how_to_install
 
@@ -30,62 +29,48 @@ MOST_ERROR = 0.02  # of answers, as a share of the norm of those of layers in fl
 # bfloat16 0.05 to 0.09 were measured, and 0.14 to 0.20 of TensorFlow's layers.
 MOST_GRADIENT_ERROR = {"float32": 0.02, "bfloat16": 0.2}
 
-SLOW_SHARE = 0.4  # of the limit; records/kernels.md has 0.79 to 0.87 with 16 and 32 channels
-FAST_SHARE = 1.1  # above it the limit was measured while other programs computed
-
 
 @dataclass(frozen=True)
 class Check:
     """A check of the doctor's."""
 
     name: str
-    # "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"; "skipped"
+    # "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"
     state: str
     result: str
     advice: str = ""  # what to do
 
 
 def self_test(engine: Optional[str] = None) -> List[Check]:
-    """Try an engine out in a fresh process, within LIMIT_S; the result of each test, in order.
-
-    A failed test is the last, as those after it would show nothing. A process that dies, or is not
-    done in time, fails the test that it was at."""
-    checks: List[Check] = []
-    with tempfile.NamedTemporaryFile() as words, tempfile.NamedTemporaryFile() as errors:
-        end = f"not done after {LIMIT_S:.0f} s"
-        todo = "try again when the host is quiet"
-        command = [*PROGRAM]
+    """Try an engine out in a fresh process, within LIMIT_S. A process that dies, or is not done in
+    time, is a failed check."""
+    with tempfile.NamedTemporaryFile() as results:
+        command = [*PROGRAM, results.name]
         if engine:
             command.append(engine)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             done = subprocess.run(
-                command, cwd=ROOT, stdout=words, stderr=errors, timeout=LIMIT_S, check=False
+                command, cwd=ROOT, capture_output=True, timeout=LIMIT_S, check=False
             )
-            end = f"the process ended with {how_ended(done.returncode)}"
-            todo = how_to_install()
-            last = last_words(Path(errors.name), count=1).strip()
-            if last:
-                end += f": {last}"
-        for line in Path(words.name).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(TypeError, ValueError):
-                checks.append(Check(**json.loads(line)))
-                if checks[-1].state == "fail":
-                    return checks
-    if len(checks) < len(TESTS):
-        checks.append(Check(list(TESTS)[len(checks)], "fail", end, todo))
-    return checks
+        except subprocess.TimeoutExpired:
+            result = f"not done after {LIMIT_S:.0f} s"
+            return [Check("self-test", "fail", result, "try again when the host is quiet")]
+        if done.returncode:
+            *_, last = done.stderr.decode(errors="replace").split("\n")[-2:-1] or [""]
+            result = f"the process ended with {how_ended(done.returncode)}: {last}"
+            return [Check("self-test", "fail", result, how_to_install())]
+        return [Check(**content) for content in json.load(results)]
 
 
-def main(engine: Optional[str]) -> None:
-    """Do the tests in this process, one line of JSON each on stdout."""
+def main(path: str, engine: Optional[str]) -> None:
+    """Do the tests in this process, and write their results into a file."""
     host, _, tf = set_up(engine)
-    for test in TESTS.values():
-        line = json.dumps(dataclasses.asdict(test(tf, host, engine)))
-        # On a line of its own: libraries print in blocks, and a block may have ended within a line.
-        print(f"\n{line}\n", end="", flush=True)
+    checks = [engine_in_force(tf, engine), native_operations(tf, host)]
+    content = [dataclasses.asdict(check) for check in checks]
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
-def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
+def engine_in_force(tf: Any, engine: Optional[str]) -> Check:
     """Check oneDNN and, if it is installed or asked for, ITEX; by what is loaded and not by what
     was asked for."""
     name = engine_name(tf)
@@ -98,7 +83,7 @@ def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
     return Check("engine", "ok", name)
 
 
-def native_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
+def native_operations(tf: Any, host: Host) -> Check:
     """Check all of models/native/ in each dtype that a training here may have, and so with its
     instruction set: a small network's answers and gradients against those of its Keras layers in
     float32."""
@@ -124,28 +109,6 @@ def native_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
         todo = "set CPU3D_INSTRUCTION_SET=avx2, and report it"
         return Check("native operations", "fail", result, todo)
     return Check("native operations", "ok", result)
-
-
-def native_speed(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Compare a convolution by native operations with the most that products alone reach here."""
-    from models.native.operations import available
-    from models.native.throughput import speed
-
-    name = "own speed"
-    if not available():
-        return Check(name, "skipped", "there are no native operations here")
-    results = []
-    shares = []
-    for dtype in dict.fromkeys(("float32", host.best_dtype)):
-        measured = speed(dtype)
-        shares.append(measured.share)
-        limit = f"{measured.limit / 1e9:.0f} GFLOP/s"
-        name = host.native.of(dtype)
-        results.append(f"{name} in {dtype}, {measured.share:.0%} of this host's limit of {limit}")
-    result = f"a convolution by {'; by '.join(results)}"
-    if min(shares) < SLOW_SHARE or max(shares) > FAST_SHARE:
-        return Check(name, "warn", result, "try again when the host is quiet")
-    return Check(name, "ok", result)
 
 
 def _native_errors(tf: Any, dtype: str, residual: bool) -> Tuple[float, float]:
@@ -178,13 +141,5 @@ def _native_errors(tf: Any, dtype: str, residual: bool) -> Tuple[float, float]:
     return answers, max(gradients)
 
 
-TESTS: Dict[str, Callable[[Any, Host, Optional[str]], Check]] = {
-    "engine": engine_in_force,
-    "native operations": native_operations,
-    "own speed": native_speed,
-}
-"""In this order; the first also shows whether TensorFlow can be imported at all."""
-
-
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

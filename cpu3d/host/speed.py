@@ -12,8 +12,6 @@ import statistics
 from pathlib import Path
 from typing import Deque, Dict, Iterator, List, Sequence, Tuple
 
-import psutil
-
 from cpu3d.util.atomic import remove_partials, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
@@ -64,18 +62,18 @@ def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> 
     )
 
 
-def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
-    """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another
-    disturbed one that was slower. Raises ValueError as `host_file`, and OSError if it cannot be
-    written."""
+def keep_training(job: Job, step_s: float, host: Host) -> None:
+    """Keep the scale of a training, beside which other programs may have computed: it replaces that
+    of a slower training, and none of `calibrate`. Raises ValueError as `host_file`, and OSError if
+    it cannot be written."""
     path = host_file(host)
-    scale = scale_of([(job, step_s)], host, quiet=quiet)
+    scale = scale_of([(job, step_s)], host, quiet=False)
     with _writing(path):
         # Else missing, damaged, or of other constants than are shipped now.
         is_valid = bool(find_constants(host).scales)
         kept = read_json(path) if is_valid else like_shipped(host)
         old = kept["scales"].get(job.unet.dtype)
-        if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
+        if not old or (not old["quiet"] and scale.scale < old["scale"]):
             kept["scales"][job.unet.dtype] = dataclasses.asdict(scale)
             write_json(path, kept)
 
@@ -131,39 +129,23 @@ class Observer:
         self._host = host
         self._warm_up = warm_up
         self._steps_s: Deque[float] = collections.deque(maxlen=MOST_STEPS)
-        self._process = psutil.Process()
-        self._others_share()
         self._is_kept = False
 
     def note(self, seconds: float) -> None:
         """Note the seconds of a step by itself, without waiting for data or other workers."""
         if self._warm_up > 0:
             self._warm_up -= 1
-            if self._warm_up == 0:
-                self._others_share()
-            return
-        self._steps_s.append(seconds)
+        else:
+            self._steps_s.append(seconds)
 
     def record(self) -> None:
         """Keep the steps' median, once they are enough. A failure is a warning on stderr: the
         training continues."""
-        steps_s = self._steps_s
         is_small = math.prod(self._job.shape) < LEAST_VOXELS
-        if self._is_kept or is_small or len(steps_s) < FEWEST_STEPS:
+        if self._is_kept or is_small or len(self._steps_s) < FEWEST_STEPS:
             return
         self._is_kept = True
         try:
-            quiet = self._others_share() <= QUIET_SHARE
-            keep_training(self._job, statistics.median(steps_s), self._host, quiet=quiet)
+            keep_training(self._job, statistics.median(self._steps_s), self._host)
         except Exception as error:
             say(f"warning: the time of a step is not kept for the estimator: {error}")
-
-    def _others_share(self) -> float:
-        """The share of its CPUs' time that other programs than this process took since this was
-        called before."""
-        percents = psutil.cpu_percent(percpu=True)
-        used = percents
-        if hasattr(self._process, "cpu_affinity"):
-            own = self._process.cpu_affinity()
-            used = [percents[cpu] for cpu in own if cpu < len(percents)] or percents
-        return (sum(used) - self._process.cpu_percent()) / (100 * len(used))

@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 from cpu3d.errors import InputError
 from cpu3d.util.records import count
 from memory_estimator.common.units import format_bytes
-from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_memory, read_host
+from memory_estimator.host import Cpu, Host, cpu_places, meminfo, read_host
 
 Cores = Sequence[Tuple[Cpu, ...]]  # the CPUs of each core, in the order of sockets and nodes
 
@@ -58,7 +58,6 @@ class Topology:
 
     host: Host  # in sum: its counts are those of `cpus`
     cpus: Tuple[Cpu, ...]  # those that this process may run on
-    nodes: Tuple[Node, ...]  # those whose memory it may use, some of them without CPUs perhaps
     swap_bytes: int = 0
 
     @property
@@ -78,9 +77,9 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
     host = read_host(root)
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
-        return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),))
+        return Topology(host, cpus)
     swap_bytes = meminfo(root).get("SwapTotal", 0)
-    return Topology(host, tuple(cpu_places(root)), tuple(node_memory(root)), swap_bytes)
+    return Topology(host, tuple(cpu_places(root)), swap_bytes)
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,6 @@ class ThreadPlan:
     cpus: Tuple[int, ...] = ()
     """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it
     is."""
-    memory_nodes: Tuple[int, ...] = ()
-    """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; ()
-    is the kernel's own way, which is the node of the thread that touches a page first."""
 
     @property
     def tuning(self) -> Dict[str, str]:
@@ -109,13 +105,6 @@ class ThreadPlan:
             for name, value in self.environment.items()
             if name in THREADS or name.startswith("KMP_")
         }
-
-    @property
-    def memory_policy(self) -> str:
-        """ "" for the kernel's own, "preferred" or "interleaved"."""
-        if not self.memory_nodes:
-            return ""
-        return "preferred" if len(self.memory_nodes) == 1 else "interleaved"
 
 
 def thread_plan(host: Host) -> ThreadPlan:
@@ -133,10 +122,9 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
 
     Workers get whole sockets, else equal parts of one, and never a part of a core. A worker is held
     to its cores with both hyper-threads: one computes, the other is for the threads that read and
-    augment. Its memory comes from its one node first, and from others rather than be killed; over
-    several nodes pages take turns, because one thread often touches first what all of them use.
-    Under a quota nothing is bound, as every container of the host would be bound to the same first
-    CPUs.
+    augment. Its memory comes from the node of the thread that touches a page first, as by the
+    kernel. Under a quota nothing is bound, as every container of the host would be bound to the
+    same first CPUs.
 
     Raises InputError, with the nearest numbers that are possible, if cores cannot be divided so.
     """
@@ -149,19 +137,11 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
         raise InputError(f"{rule}, got {workers} on {have}; use {' or '.join(map(str, nearest))}")
     if host.cpu_quota is not None:
         return (_plan(host.usable_cores // workers, binds=False),) * workers
-    with_memory = {node.number for node in topology.nodes if node.memory_bytes}
     plans = []
     for share in _shares(topology.cores, workers):
-        cpus = [cpu for core in share for cpu in core]
-        nodes: Sequence[int] = ()
-        if len(topology.nodes) > 1:
-            nodes = sorted({cpu.node for cpu in cpus} & with_memory)
-        plan = dataclasses.replace(
-            _plan(len(share), binds=host.numa_nodes > 1),
-            cpus=tuple(sorted(cpu.number for cpu in cpus)),
-            memory_nodes=tuple(nodes),
-        )
-        plans.append(plan)
+        plan = _plan(len(share), binds=host.numa_nodes > 1)
+        cpus = tuple(sorted(cpu.number for core in share for cpu in core))
+        plans.append(dataclasses.replace(plan, cpus=cpus))
     return tuple(plans)
 
 
@@ -250,16 +230,12 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
 
 
 def plan_lines(plans: Sequence[ThreadPlan]) -> List[str]:
-    """A line for each worker: its CPUs, the source of its memory and its variables."""
+    """A line for each worker: its CPUs and its variables."""
     lines = []
     for index, plan in enumerate(plans):
-        places = [f"CPUs {cpu_ranges(plan.cpus)}" if plan.cpus else "CPUs not bound"]
-        if plan.memory_nodes:
-            places.append(
-                f"memory {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}"
-            )
-        tuning = [f"{name}={value}" for name, value in plan.tuning.items()]
-        lines.append(f"plan of worker {index}: {', '.join(places + tuning)}")
+        cpus = f"CPUs {cpu_ranges(plan.cpus)}" if plan.cpus else "CPUs not bound"
+        tuning = ", ".join(f"{name}={value}" for name, value in plan.tuning.items())
+        lines.append(f"plan of worker {index}: {cpus}, {tuning}")
     return lines
 
 

@@ -37,14 +37,6 @@ class InstructionSet:
         """Values of float32 in a vector."""
         return 16 if "-mavx512f" in self.options else 8
 
-    @property
-    def products_share(self) -> float:
-        """Products of its 3x3x3 convolutions over those of plain ones: without a transform all; of
-        transformed rows 4 of 6 if they are of bfloat16, else 6 of 12."""
-        if self.is_direct:
-            return 1.0
-        return 4 / 6 if self.bfloat16_alone else 6 / 12
-
 
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")

@@ -1,15 +1,10 @@
-"""How fast native operations compute here, and how fast they could."""
+"""How fast native operations could compute here."""
 
 import ctypes
 import time
-from typing import NamedTuple
-
-import tensorflow as tf
 
 from models.native.calls import load
-from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import DTYPE_CODES, NativeOperations, native_operations
-from models.native.operations import Source, convolve
 
 
 def products_per_s(dtype: str, threads: int) -> float:
@@ -24,40 +19,6 @@ def products_per_s(dtype: str, threads: int) -> float:
         done = library.native_products(None, code, threads, ctypes.c_long(10_000))
         best = max(best, done / (time.perf_counter() - begin))
     return best
-
-
-class Speed(NamedTuple):
-    """Multiplications and additions a second, of a transformed convolution those that it does."""
-
-    convolution: float
-    limit: float  # `products_per_s`
-
-    @property
-    def share(self) -> float:
-        return self.convolution / self.limit
-
-
-EDGE = 48  # voxels along each axis of the convolution that is timed
-CHANNELS = 32  # of its map and of its outputs
-
-
-def speed(dtype: str) -> Speed:
-    """How fast a convolution is here, with the instruction set and the threads that a training
-    would have: the fastest of a few runs, beside the limit measured just before."""
-    native = native_operations()
-    name = native.of(dtype)
-    limit = products_per_s(dtype, _library(native).thread_count())
-    shape = (1, EDGE, EDGE, EDGE, CHANNELS)
-    source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
-    filters = tf.random.stateless_uniform((3, 3, 3, CHANNELS, CHANNELS), (3, 4), -1.0)
-    fastest_s = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
-        raw = convolve([source], filters).map
-        raw[0, 0, 0, 0].numpy()  # until it is there
-        fastest_s = min(fastest_s, time.perf_counter() - begin)
-    plain = 2 * 27 * CHANNELS**2 * EDGE**3
-    return Speed(plain * INSTRUCTION_SETS[name].products_share / fastest_s, limit)
 
 
 def _library(native: NativeOperations) -> ctypes.CDLL:

@@ -76,7 +76,7 @@ def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, mon
     answers += [
         record({"filters": filters, "dtype": "bfloat16"}, 0.5, 30_000_000) for filters in (16, 8)
     ]
-    keep_training(LARGE, 7 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
+    keep_training(LARGE, 7 * estimate(LARGE, SHIPPED).step_s, HOST)
     assert main(["calibrate"]) == 0
     constants = find_constants(HOST)
     for job, times in (
@@ -86,14 +86,11 @@ def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, mon
         before, after = estimate(job, SHIPPED), estimate(job, constants)
         assert after.step_s == pytest.approx(times * before.step_s)
         assert after.process_peak_bytes - before.process_peak_bytes == 22_500_000
-    # A training afterwards changes the seconds alone.
-    keep_training(LARGE, 4 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
-    after = estimate(LARGE, find_constants(HOST))
-    assert after.step_s == pytest.approx(4 * estimate(LARGE, SHIPPED).step_s)
-    assert after.process_peak_bytes == estimate(LARGE, constants).process_peak_bytes
+    keep_training(LARGE, estimate(LARGE, SHIPPED).step_s, HOST)
+    assert find_constants(HOST) == constants, "a quiet calibration counts before a training"
 
 
-def test_on_a_busy_host_a_warning_is_printed_and_the_next_quiet_training_counts(
+def test_on_a_busy_host_a_warning_is_printed_and_the_next_faster_training_counts(
     answers, monkeypatch, capsys
 ):
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 40.0)
@@ -103,9 +100,9 @@ def test_on_a_busy_host_a_warning_is_printed_and_the_next_quiet_training_counts(
     ]
     assert main(["calibrate"]) == 0
     assert "40%" in capsys.readouterr().err
-    assert "other programs kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)
-    keep_training(LARGE, 4 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
-    assert find_constants(HOST).basis(LARGE, HOST).startswith("scaled by 4.00")
+    assert "other programs may have kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)
+    keep_training(LARGE, estimate(LARGE, SHIPPED).step_s / 4, HOST)
+    assert find_constants(HOST).basis(LARGE, HOST).startswith("scaled by 0.25")
 
 
 def test_a_host_that_does_not_compute_as_predicted_is_not_measured(monkeypatch, capsys):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from cpu3d.host.thread_plan import Topology, cpu_ranges
-from memory_estimator.host import Cpu, Host, Node
+from memory_estimator.host import Cpu, Host
 
 GIB = 2**30
 
@@ -27,10 +27,7 @@ def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
     host = Host(
         model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa
     )
-    each = tuple(
-        Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes)
-    )
-    return Topology(host, cpus, each)
+    return Topology(host, cpus)
 
 
 VNNI = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
@@ -47,9 +44,6 @@ QUOTA = dataclasses.replace(
     CLOUD, host=dataclasses.replace(CLOUD.host, cpu_quota=7.0, cgroup_limit_bytes=32 * GIB)
 )
 HOSTS = (SMALL, XEON, PAPER, SNC4, QUOTA)
-WITH_BUS = dataclasses.replace(
-    SMALL, nodes=(*SMALL.nodes, Node(1, 512 * GIB, 500 * GIB))
-)  # memory of CXL, no CPUs
 
 
 def masked(topology, *cpus):
@@ -92,22 +86,20 @@ def write_tree(root, topology):
         write("sys/fs/cgroup/memory.max", host.cgroup_limit_bytes)
         write("sys/fs/cgroup/memory.current", host.cgroup_used_bytes)
     for cpu in topology.cpus:
-        place = f"sys/devices/system/cpu/cpu{cpu.number}/topology"
+        folder = f"sys/devices/system/cpu/cpu{cpu.number}/topology"
         siblings = [other.number for other in topology.cpus if other.core == cpu.core]
-        write(f"{place}/thread_siblings_list", ",".join(map(str, siblings)))
-        write(f"{place}/physical_package_id", cpu.socket)
-    for node in topology.nodes:
-        place = f"sys/devices/system/node/node{node.number}"
-        write(
-            f"{place}/cpulist",
-            cpu_ranges(cpu.number for cpu in topology.cpus if cpu.node == node.number),
-        )
+        write(f"{folder}/thread_siblings_list", ",".join(map(str, siblings)))
+        write(f"{folder}/physical_package_id", cpu.socket)
+    for node in range(host.numa_nodes):
+        folder = f"sys/devices/system/node/node{node}"
+        numbers = [cpu.number for cpu in topology.cpus if cpu.node == node]
+        write(f"{folder}/cpulist", cpu_ranges(numbers))
         sizes = {
-            "MemTotal": node.memory_bytes,
-            "MemFree": node.free_bytes - 3 * GIB,
+            "MemTotal": host.memory_bytes // host.numa_nodes,
+            "MemFree": host.available_bytes // host.numa_nodes - 3 * GIB,
             "Active(file)": GIB,
             "Inactive(file)": 2 * GIB,
             "Active(anon)": 5 * GIB,
         }
-        lines = [f"Node {node.number} {name}:   {size // 1024} kB" for name, size in sizes.items()]
-        write(f"{place}/meminfo", "\n".join([*lines, f"Node {node.number} HugePages_Total:     0"]))
+        lines = [f"Node {node} {name}:   {size // 1024} kB" for name, size in sizes.items()]
+        write(f"{folder}/meminfo", "\n".join([*lines, f"Node {node} HugePages_Total:     0"]))

@@ -68,13 +68,7 @@ def test_json_has_the_host_its_plans_and_the_checks(capsys, tried):
     code, here = printed_json(capsys)
     assert code == 0
     assert len(here["topology"]["cpus"]) == read_topology().host.logical_cpus
-    assert {"ulimit -v", "swap"} <= {check["name"] for check in here["checks"]}
-    assert here["checks"][-1] == {
-        "name": "engine",
-        "state": "ok",
-        "result": "TensorFlow, oneDNN",
-        "advice": "",
-    }
+    assert {"ulimit -v", "swap", "engine"} <= {check["name"] for check in here["checks"]}
 
 
 def test_a_failed_check_is_the_exit_code_and_a_warning_is_not(capsys, monkeypatch, tried):

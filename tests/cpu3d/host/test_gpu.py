@@ -21,8 +21,8 @@ from cpu3d.host.gpu import (
 MIB = 2**20
 
 TWO = """\
-0, Tesla V100-SXM2-16GB, 16384, 16370, 7.0, GPU-aaaa1111, [N/A]
-1, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Disabled
+Tesla V100-SXM2-16GB, 16384, 16370, 7.0
+NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0
 """
 
 V100 = Gpu(0, "Tesla V100-SXM2-16GB", 16384 * MIB, 16370 * MIB, (7, 0))
@@ -33,63 +33,33 @@ A100 = Gpu(1, "NVIDIA A100-SXM4-40GB", 40960 * MIB, 40000 * MIB, (8, 0))
 
 
 def test_every_line_is_a_card_and_unknown_figures_are_none():
-    assert parse_gpus(TWO) == (V100, A100)
-    assert [gpu.device for gpu in parse_gpus(TWO)] == ["gpu:0", "gpu:1"]
-    old = "0, Quadro, 2048, [Insufficient Permissions], [N/A], GPU-dddd, [N/A]\n"
-    split = "0, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0, GPU-bbbb2222, Enabled\n"
+    old = "No devices were found\nQuadro, 2048, [Insufficient Permissions], [N/A]\n"
     assert parse_gpus(old) == (Gpu(0, "Quadro", 2048 * MIB, None, (0, 0)),)
-    assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB", None, None, (8, 0)),)
+    assert parse_gpus("") == ()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "No devices were found\n", "\n0, A100\n"],
-)
-def test_an_answer_without_cards_has_none(text):
-    assert parse_gpus(text) == ()
-
-
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [(None, "VA"), ("1", "A"), ("GPU-bbbb", "A"), ("GPU-", ""), ("", ""), ("1,7,0", "A")],
-)
-def test_cards_are_counted_as_cuda_does(visible, names):
-    gpus = parse_gpus(TWO, visible)
-    assert "".join({V100.name: "V", A100.name: "A"}[gpu.name] for gpu in gpus) == names
-    assert [gpu.index for gpu in gpus] == list(range(len(gpus)))
-
-
-@pytest.fixture
-def driver(tmp_path, monkeypatch):
-    """Put a program in the place of nvidia-smi."""
-
-    def put(script):
-        path = tmp_path / "nvidia-smi"
-        path.write_text(f"#!{sys.executable}\nimport sys, time\n{script}\n")
-        path.chmod(0o755)
-
+@pytest.mark.parametrize("visible", [None, "1"])
+def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(
+    tmp_path, monkeypatch, visible
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: True)
-    return put
-
-
-def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp_path):
     assert tuple(HostGpus()) == ()  # no driver
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     asked = tmp_path / "asked"
-    query = "--query-gpu=index,name,memory.total,memory.free,compute_cap,uuid,mig.mode.current"
-    driver(
-        f"assert sys.argv[1:] == [{query!r}, '--format=csv,noheader,nounits']\n"
-        f"open({str(asked)!r}, 'a').write('x')\nprint({TWO!r}, end='')"
-    )
+    script = f"open({str(asked)!r}, 'a').write(' '.join(sys.argv[2:]))\nprint({TWO!r}, end='')"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!{sys.executable}\nimport sys\n{script}\n")
+    program.chmod(0o755)
     gpus = HostGpus()
     assert pick_device("cpu", "patch", gpus) == pick_device(None, "whole", gpus) == "cpu"
     assert why_no_card("cpu", "patch", gpus) == why_no_card(None, "whole", gpus) == []
     assert not asked.exists()
     assert pick_device(None, "patch", gpus) == "gpu:1"
-    assert pick_device("gpu:0", "whole", gpus) == "gpu:0"
     assert tuple(gpus) == (V100, A100)
-    assert asked.read_text() == "x"
+    assert asked.read_text() == "--format=csv,noheader,nounits" + " --id=1" * bool(visible)
 
 
 # --- The choice ---
@@ -98,7 +68,6 @@ def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(driver, tmp
 @pytest.mark.parametrize(
     ("asked", "mode", "gpus", "cuda", "device", "is_explained"),
     [
-        (None, "whole", (V100, A100), False, "cpu", False),
         (None, "patch", (V100, A100), False, "cpu", True),
         (None, "patch", (V100, A100), True, "gpu:1", False),
         ("gpu:0", "patch", (V100, A100), False, "gpu:0", False),
@@ -110,12 +79,7 @@ def test_a_card_is_taken_for_patches_where_there_is_one(
 ):
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
     assert pick_device(asked, mode, gpus) == device
-    lines = why_no_card(asked, mode, gpus)
-    assert len(lines) == is_explained
-    assert all(
-        "gpu:0 (Tesla V100-SXM2-16GB) is not used" in line and "setup --gpu" in line
-        for line in lines
-    )
+    assert len(why_no_card(asked, mode, gpus)) == is_explained
 
 
 @pytest.mark.parametrize(
