@@ -48,7 +48,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import AUTO, Job, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
-from memory_estimator.training import Beside, Forecast, RunCourse
+from memory_estimator.training import ExtraMemory, Forecast, Schedule
 from models.engine import check_layers
 from models.strides import strides_line
 
@@ -105,9 +105,9 @@ class Plan:
         return dataclasses.replace(job, case_bytes=case_bytes)
 
     @property
-    def course(self) -> RunCourse:
+    def schedule(self) -> Schedule:
         """What the run does besides its full steps."""
-        return course_of(self.config, self.store, self.steps)
+        return schedule_of(self.config, self.store, self.steps)
 
     @property
     def predicted(self) -> Dict[str, Any]:
@@ -142,7 +142,7 @@ class Plan:
             "predicted": self.predicted,
             "run": self.forecast.run_json() if self.forecast else None,
             "job": self.job.fields(),  # which `estimate --run` starts from
-            "course": dataclasses.asdict(self.course),  # likewise
+            "schedule": dataclasses.asdict(self.schedule),  # likewise
             "smaller_grids": smaller_grids(self.config, self.store),  # likewise
             "config": self.config.to_json(),
         }
@@ -221,7 +221,7 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         )
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
-        forecast = plan.course.forecast(
+        forecast = plan.schedule.forecast(
             job,
             find_constants(host),
             load_accuracy(versions=installed_versions()),
@@ -264,7 +264,7 @@ def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
     return JobSource(
         job=plan.job,
         notes=notes,
-        course=plan.course,
+        schedule=plan.schedule,
         strides_why=line[len(decided) :],
         grids=smaller_grids(plan.config, plan.store),
     )
@@ -278,7 +278,7 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 # --- What the estimator is asked ---
 
 
-def course_of(config: RunConfig, store: Store, steps: int) -> RunCourse:
+def schedule_of(config: RunConfig, store: Store, steps: int) -> Schedule:
     """What a run of so many steps does besides its full steps, on a store as its fold sees it."""
     judged_shape: Optional[Shape3] = None  # the largest grid that validation cases are scored on
     labelled = 0
@@ -294,9 +294,9 @@ def course_of(config: RunConfig, store: Store, steps: int) -> RunCourse:
     if max(cases_with.values(), default=0) < LEAST_CASES:  # then no network need be asked
         labelled = 0
         judged_shape = None
-    course = RunCourse(
+    schedule = Schedule(
         steps=steps,
-        beside=_beside(config, store, judged_shape),
+        extra=_extra_memory(config, store, judged_shape),
         budget_s=60 * config.budget_minutes if config.has_open_length else None,
         validations=config.validations,
         held_out=len(store.manifest.split["val"]),
@@ -306,13 +306,13 @@ def course_of(config: RunConfig, store: Store, steps: int) -> RunCourse:
         scored_voxels=scored_voxels,
     )
     if not config.coarse_steps:
-        return course
+        return schedule
     first = config.at(0)
     return dataclasses.replace(
-        course,
+        schedule,
         coarse_steps=config.coarse_steps,
         coarse_shape=first.grid,
-        coarse_beside=_beside(first, store, judged_shape),
+        coarse_extra=_extra_memory(first, store, judged_shape),
         coarse_windows=_windows(first, store),
     )
 
@@ -328,14 +328,14 @@ def smaller_grids(config: RunConfig, store: Store) -> List[Tuple[str, Shape3]]:
     return [("--extent brain", brain)]
 
 
-def _beside(config: RunConfig, store: Store, judged_shape: Optional[Shape3]) -> Beside:
+def _extra_memory(config: RunConfig, store: Store, judged_shape: Optional[Shape3]) -> ExtraMemory:
     """What a worker holds beside the last steps of a configuration: full ones, if it has coarse
     ones before them."""
     manifest = store.manifest
     whole: Optional[Shape3] = None
     if (config.is_patch or config.is_coarse) and manifest.split["val"]:
         whole = volume_shape(store, config)  # a validation sees more than a step
-    return Beside(
+    return ExtraMemory(
         volume_shape=whole,
         resolution=config.resolution_by_axis,
         copies=bool(config.coarse_steps) + config.has_open_length,  # of the variables

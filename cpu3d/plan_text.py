@@ -70,15 +70,15 @@ def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if forecast is None or forecast.upper_bound_bytes <= free_bytes:
         return
     full = forecast.full
-    price = forecast.course.price(full.constants, full.accuracy, workers=plan.workers)
+    estimator = forecast.schedule.estimator(full.constants, full.accuracy, workers=plan.workers)
     options = []
     fits = "what fits"
     if plan.continues:
-        options = planner.nearest(full.job, price, free_bytes, same_training=True)
+        options = planner.nearest(full.job, estimator, free_bytes, same_training=True)
         fits += "" if options else ", as a run in another folder"
     if not options:
         grids = smaller_grids(plan.config, plan.store)
-        options = planner.nearest(full.job, price, free_bytes, grids=grids)
+        options = planner.nearest(full.job, estimator, free_bytes, grids=grids)
     smaller = f"{fits}: {'; '.join(map(str, options)) or 'no smaller setting'}"
     rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
     todo = "end other programs, use a host with more memory, or --force"

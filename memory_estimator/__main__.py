@@ -49,7 +49,7 @@ from memory_estimator.scaling import (
     batch_of_all,
     host_rows,
     hosts_table,
-    worker_price,
+    worker_estimator,
     worker_share,
 )
 from memory_estimator.sources import JobSource, source_job
@@ -175,7 +175,7 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
     elif workers > 1:  # as `launch` has them on one host
         label = f"for each of {workers} workers on one host"
         memory_bytes //= workers
-    forecast = source.course.forecast(
+    forecast = source.schedule.forecast(
         whole,
         host.constants,
         host.accuracy,
@@ -183,8 +183,8 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
         budget_bytes=memory_bytes if policy_is_open(args) else None,
     )
     job = worker_share(whole, workers).with_unet(policy=forecast.full.job.policy)
-    price_alone = functools.cache(source.course.price(host.constants, host.accuracy))
-    price = functools.cache(worker_price(price_alone, workers))
+    estimator_alone = functools.cache(source.schedule.estimator(host.constants, host.accuracy))
+    estimator = functools.cache(worker_estimator(estimator_alone, workers))
     content = forecast.full.to_json()
     content["upper_bound_bytes"] = forecast.upper_bound_bytes
     content["host_memory_bytes"] = host_bytes
@@ -205,19 +205,19 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
     content["constants"]["basis"] = host.constants.basis(job, here)
     content["advice"] = []
     if not content["fits"]:
-        smaller = planner.nearest(job, price, memory_bytes, source.grids)
+        smaller = planner.nearest(job, estimator, memory_bytes, source.grids)
         content["advice"] = [f"fits with {option}" for option in smaller]
         if not smaller:
             content["advice"] = ["no smaller setting fits; use another host"]
     fits = verdict(forecast.upper_bound_bytes, memory_bytes, label)
     blocks = [*_blocks(job, forecast, content), "\n  ".join((fits, *content["advice"]))]
-    if forecast.course.steps:
+    if forecast.schedule.steps:
         content["run"] = forecast.run_json()
     if options.plan:
-        content["plan"], table = _plan(job, price, memory_bytes)
+        content["plan"], table = _plan(job, estimator, memory_bytes)
         blocks.append(table)
     if options.hosts:
-        content["hosts"] = host_rows(job, price_alone(job).step_s, options.hosts, options.link)
+        content["hosts"] = host_rows(job, estimator_alone(job).step_s, options.hosts, options.link)
         blocks.append(hosts_table(content["hosts"]))
     return content, blocks
 
@@ -259,7 +259,7 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Bl
         share = "memory and time of its share of each batch"
         blocks.append(f"of one of {content['workers']} workers, {share}")
     blocks += _tables(forecast.full, content["constants"]["basis"])
-    if forecast.course.steps:
+    if forecast.schedule.steps:
         steps = steps_table(forecast)
         blocks.append(dataclasses.replace(steps, title="The run that `train` plans"))
         blocks.append(f"time: {time_line(forecast)}")
@@ -294,9 +294,9 @@ def _tables(predicted: Estimate, basis: str) -> List[Block]:
     line = predicted.timeline
     title = f"Held at the peak, in the {line.peak_phase} ({line.peak_op})"
     tables = [_bill(title, predicted.components)]
-    if predicted.beside:
+    if predicted.extra:
         title = "Held by a run besides its steps, in the upper bound alone"
-        tables.append(_bill(title, predicted.beside))
+        tables.append(_bill(title, predicted.extra))
     tables.append(Table(("", "", errors), figures, "Predicted", names=3))
     return [*tables, f"seconds: {basis} ({predicted.constants.record})"]
 
@@ -306,12 +306,14 @@ def _bill(title: str, lines: Sequence[Component]) -> Table:
     return Table(("", "bytes", "how it is known"), rows, title, names=3)
 
 
-def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[str, Any]], Table]:
+def _plan(
+    job: Job, estimator: planner.Estimator, memory_bytes: int
+) -> Tuple[List[Dict[str, Any]], Table]:
     """The largest batch, filters and extent that fit under each policy."""
     content = []
     rows = []
     for policy in POLICIES:
-        largest = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
+        largest = planner.plan(job.with_unet(policy=policy), estimator, memory_bytes)
         found: Dict[str, Any] = {"policy": policy}
         for name, value in largest.items():
             found[name] = value.to_json() if value else None

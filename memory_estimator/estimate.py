@@ -83,7 +83,9 @@ class Estimate:
     accuracy: Accuracy
     constants: HostConstants
     # held by a run beside its steps, at its most: in the upper bound alone
-    beside: Tuple[Component, ...] = ()
+    extra: Tuple[Component, ...] = ()
+    # of the steps at lower resolution before it, in a run; their bound is in this upper bound
+    coarse: "Optional[Estimate]" = None
     # of records that covers the job; None if none does, and the upper bound is wide
     kind: Optional[Kind] = None
     uncovered: str = ""  # the setting of the job or its host that was not measured then
@@ -100,11 +102,11 @@ class Estimate:
             return None
         return self.step_s * (self.job.cases // self.job.batch)
 
-    def with_beside(self, *more: Component) -> "Estimate":
+    def with_extra(self, *more: Component) -> "Estimate":
         """The same with more beside the steps; components without bytes are left out."""
         more = tuple(line for line in more if line.bytes)
         bound = self.upper_bound_bytes + sum(line.bytes for line in more)
-        return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
+        return dataclasses.replace(self, extra=(*self.extra, *more), upper_bound_bytes=bound)
 
     def bound(self, figure: str) -> Optional[Bound]:
         """How far a figure, a field of Kind, was off on steps like this one; None if that was not
@@ -141,7 +143,7 @@ class Estimate:
             "volume_s": self.volume_s,
             "epoch_s": self.epoch_s,
             "components": [vars(line) for line in self.components],
-            "beside": [vars(line) for line in self.beside],
+            "extra": [vars(line) for line in self.extra],
             "peak_op": self.timeline.peak_op,
             "errors": {
                 "allocator_peak": self.error("allocator_peak"),
@@ -161,11 +163,11 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     constants' instruction set compute them, or as TensorFlow's layers do where there is none."""
     if accuracy is None:
         accuracy = load_accuracy()
-    paper = _on_paper(job, constants.instructions)
-    program = paper.program
-    peak = paper.timeline
-    allocator = paper.use
-    beside = paper.beside
+    model = _cost_model(job, constants.instructions)
+    program = model.program
+    peak = model.timeline
+    allocator = model.use
+    extra = model.extra
     inside = [tensor for tensor in peak.peak_tensors if tensor not in program.outside]
     small = sum(rounded(tensor.bytes) for tensor in inside if tensor.bytes < SMALL_BYTES)
 
@@ -180,9 +182,9 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     validation += scratch_of((*program.ops, *program.after)) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
     upper_bound = _bound_of(constants, accuracy, kind)(process_peak + validation)
-    upper_bound += sum(line.bytes for line in beside)
+    upper_bound += sum(line.bytes for line in extra)
     replayed = "derived: the allocator replayed through one"
-    beside = (Component("validation", validation, replayed), *beside)
+    extra = (Component("validation", validation, replayed), *extra)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in inside)
     bill = (
         *live_at_peak(peak),
@@ -201,7 +203,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         timeline=peak,
         accuracy=accuracy,
         constants=constants,
-        beside=_with_bytes(beside),
+        extra=_with_bytes(extra),
         kind=kind,
         uncovered=uncovered,
     )
@@ -210,25 +212,25 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
 def run_use(steps: Sequence[Estimate]) -> RunUse:
     """What TensorFlow's allocator hands out and holds in a run of these steps: those of one
     estimate after those of the other, with validations in between."""
-    papers = [_on_paper(step.job, step.constants.instructions) for step in steps]
-    return use_of_run([paper.program for paper in papers])
+    models = [_cost_model(step.job, step.constants.instructions) for step in steps]
+    return use_of_run([model.program for model in models])
 
 
 @dataclass(frozen=True)
-class _Paper:
+class _CostModel:
     """What follows from a job and a set of instructions alone."""
 
     program: Program
-    beside: Tuple[Component, ...]  # held beside it
+    extra: Tuple[Component, ...]  # held beside it
     timeline: Timeline
     use: Use
 
 
 # A plan asks for the steps of a run several times: its policies in turn, its bound, its table.
 @functools.lru_cache(maxsize=8)
-def _on_paper(job: Job, instructions: str) -> _Paper:
-    program, beside = _program_of(job, instructions)
-    return _Paper(program, beside, timeline(program), use(program))
+def _cost_model(job: Job, instructions: str) -> _CostModel:
+    program, extra = _program_of(job, instructions)
+    return _CostModel(program, extra, timeline(program), use(program))
 
 
 def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:
@@ -236,11 +238,11 @@ def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, 
     program = step_of(job, instructions)
     if not job.from_store:
         return program, ()
-    program, beside = _with_store(program, job)
+    program, extra = _with_store(program, job)
     # By layers a validation takes less than a step, as it keeps no maps.
     if instructions:
         program = dataclasses.replace(program, after=validation_pass(job))
-    return program, beside
+    return program, extra
 
 
 def _bound_of(
@@ -299,15 +301,15 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     largest = max(tensor.bytes for tensor in program.resident if tensor.group is Group.WEIGHTS)
     mapped = "exact: mapped or read; counted, though the kernel may drop mapped pages"
     twice = "exact: the largest variable, as read and as copied"
-    beside = (
+    extra = (
         Component("samples in preparation", prepared, "exact: before they are a batch"),
         Component("a case's files", files, mapped),
         Component("saving and restoring", 2 * largest, twice),
     )
     resident = (*program.resident, image, target)
     if job.micro > 1:
-        return dataclasses.replace(program, resident=resident), beside
+        return dataclasses.replace(program, resident=resident), extra
     samples = (Group.INPUT, Group.NEXT_BATCH)
     outside = tuple(tensor for tensor in resident if tensor.group in samples)
     before = tuple(op for op in program.before if op.writes and op.writes[0].group not in samples)
-    return dataclasses.replace(program, resident=resident, before=before, outside=outside), beside
+    return dataclasses.replace(program, resident=resident, before=before, outside=outside), extra

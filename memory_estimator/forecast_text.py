@@ -32,15 +32,15 @@ def steps_table(forecast: Forecast) -> Table:
         "allocator peak",
         "process peak",
     )
-    course = forecast.course
-    coarse_steps = min(course.coarse_steps, course.steps)
+    schedule = forecast.schedule
+    coarse_steps = min(schedule.coarse_steps, schedule.steps)
     rows: List[Sequence[str]] = []
     if forecast.coarse:
         rows.append(_row("coarse steps", coarse_steps, forecast.coarse))
     name = "full steps" if forecast.coarse else "steps"
-    rows.append(_row(name, course.steps - coarse_steps, forecast.full))
+    rows.append(_row(name, schedule.steps - coarse_steps, forecast.full))
     peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
-    rows.append(("the whole run", str(course.steps), "", "", *map(_peak, peaks)))
+    rows.append(("the whole run", str(schedule.steps), "", "", *map(_peak, peaks)))
     return Table(columns, rows)
 
 
@@ -60,17 +60,20 @@ def time_line(forecast: Forecast) -> str:
     """The time of a training, such as "about 5.2 h in all: 4.8 h of steps, 20 min of validation, 4
     min of post-processing"; if the error of its steps is known within which hours, as "5.2 h in all
     (4.9 to 5.5 h): ..."."""
-    times = forecast.times
-    named = zip(("steps", "validation", "post-processing"), times)
+    named = (
+        ("steps", forecast.steps_s),
+        ("validation", forecast.validation_s),
+        ("post-processing", forecast.postprocessing_s),
+    )
     parts = [f"{format_seconds(seconds)} of {name}" for name, seconds in named if seconds]
-    whole = f"{format_seconds(times.all_s)} in all"
+    whole = f"{format_seconds(forecast.all_s)} in all"
     bound = forecast.full.bound("step_s")
-    low_s = high_s = times.steps_s
+    low_s = high_s = forecast.steps_s
     if bound:
         low_s = forecast.within_budget_s(forecast.training_s * (1 - bound.worst))
         high_s = forecast.within_budget_s(forecast.training_s * (1 + bound.worst))
     if low_s < high_s:
-        other_s = times.all_s - times.steps_s
+        other_s = forecast.all_s - forecast.steps_s
         whole += f" ({format_seconds(other_s + low_s)} to {format_seconds(other_s + high_s)})"
     else:
         whole = f"about {whole}"

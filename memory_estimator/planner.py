@@ -1,7 +1,8 @@
 """Jobs that fit: the fastest policy, the largest micro-batch, filters and extent, the mildest
 change, a GPU's patch.
 
-`price` makes the estimate of a job: `estimate` with a host's constants in it, or a table in a test.
+An `estimator` makes the estimate of a job: `estimate` with a host's constants in it, or a table in
+a test.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from models.config import POLICIES
 from models.layer_plan import layer_plan
 from models.strides import Shape3, divisors_text, shape3
 
-Price = Callable[[Job], Estimate]
+Estimator = Callable[[Job], Estimate]
 
 # convolutions compute vectors of channels: numbers between cost as much as the next multiple
 STEP_OF_FILTERS = 8
@@ -70,20 +71,20 @@ class Choice:
         return f"{' and '.join(taken)} of {memory}"
 
 
-def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
+def fastest_that_fits(job: Job, estimator: Estimator, budget_bytes: int) -> Choice:
     """The policy that takes the least time of those whose upper bound is within the budget,
     whatever `job` has now. If none is, the policy that takes the least memory. Of equals the first,
     as POLICIES has them."""
-    prices = [price(job.with_unet(policy=policy)) for policy in POLICIES]
-    by_time = sorted(prices, key=lambda priced: priced.step_s)
-    for place, priced in enumerate(by_time):
-        if priced.upper_bound_bytes <= budget_bytes:
-            return Choice(priced, fits=True, passed_over=tuple(by_time[:place]))
-    least = min(by_time, key=lambda priced: priced.upper_bound_bytes)
+    estimates = [estimator(job.with_unet(policy=policy)) for policy in POLICIES]
+    by_time = sorted(estimates, key=lambda each: each.step_s)
+    for place, each in enumerate(by_time):
+        if each.upper_bound_bytes <= budget_bytes:
+            return Choice(each, fits=True, passed_over=tuple(by_time[:place]))
+    least = min(by_time, key=lambda each: each.upper_bound_bytes)
     return Choice(least, fits=False, passed_over=())
 
 
-def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
+def plan(job: Job, estimator: Estimator, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
     """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's
     proportions) in the budget. All else is as asked for; None if not even the smallest fits. In
     micro-batches a larger batch takes no more than one of them and a set of gradients. No batch is
@@ -91,10 +92,10 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
 
     def largest(job_of: Callable[[int], Job], last: int) -> Optional[Estimate]:
         def bound(number: int) -> int:
-            return price(job_of(number)).upper_bound_bytes
+            return estimator(job_of(number)).upper_bound_bytes
 
         number = largest_number(bound, budget_bytes, last)
-        return price(job_of(number)) if number else None
+        return estimator(job_of(number)) if number else None
 
     def of_batch(number: int) -> Job:
         return dataclasses.replace(job, batch=number, micro_batch=number)
@@ -148,7 +149,7 @@ def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST)
 
 def nearest(
     job: Job,
-    price: Price,
+    estimator: Estimator,
     budget_bytes: int,
     grids: Optional[Sequence[Tuple[str, Shape3]]] = None,
     *,
@@ -170,10 +171,10 @@ def nearest(
             return None
 
         def bound(number: int) -> int:
-            return price(change(number)[1]).upper_bound_bytes
+            return estimator(change(number)[1]).upper_bound_bytes
 
         words, smaller = change(max(1, largest_number(bound, budget_bytes, count)))
-        return Option(words, smaller, price(smaller))
+        return Option(words, smaller, estimator(smaller))
 
     options = [option for option in (mildest(job, kind) for kind in kinds) if option]
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]

@@ -49,7 +49,7 @@ def worker_estimate(whole: Estimate, workers: int) -> Estimate:
         return whole
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
     exchange = Component("summing gradients", SENT_COPIES * sums, "derived: copies of their sums")
-    return dataclasses.replace(whole.with_beside(exchange), step_s=whole.step_s / workers)
+    return dataclasses.replace(whole.with_extra(exchange), step_s=whole.step_s / workers)
 
 
 def worker_share(job: Job, workers: int) -> Job:
@@ -66,9 +66,11 @@ def batch_of_all(job: Job, workers: int) -> Job:
     return dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro)
 
 
-def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Job], Estimate]:
-    """As `price`, for one of so many workers, each of which computes the job that is asked for."""
-    return lambda job: worker_estimate(price(batch_of_all(job, workers)), workers)
+def worker_estimator(
+    estimator: Callable[[Job], Estimate], workers: int
+) -> Callable[[Job], Estimate]:
+    """As `estimator`, for one of so many workers, each of which computes the job asked for."""
+    return lambda job: worker_estimate(estimator(batch_of_all(job, workers)), workers)
 
 
 def host_rows(

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDic
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.training import RunCourse
+from memory_estimator.training import Schedule
 from models.strides import Shape3
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
@@ -31,7 +31,7 @@ class JobSource:
     job: Optional[Job] = None
     notes: Sequence[str] = ()  # on what an estimate of it does not count, a sentence each
     workers: int = 1  # of the run
-    course: RunCourse = field(default_factory=RunCourse)
+    schedule: Schedule = field(default_factory=Schedule)
     strides_why: str = ""  # what the strides were decided by; "" if they were given
     grids: Optional[Sequence[Tuple[str, Shape3]]] = None
     """Smaller grids that it could have, each with its option, the smallest first; None for any."""
@@ -54,7 +54,7 @@ def source_job(args: argparse.Namespace) -> JobSource:
     if not given:
         return source
     note = f"a step alone is estimated, as --{given[0]} gives the run other steps"
-    return dataclasses.replace(source, course=RunCourse(), grids=None, notes=[*source.notes, note])
+    return dataclasses.replace(source, schedule=Schedule(), grids=None, notes=[*source.notes, note])
 
 
 class _SavedPlan(TypedDict):
@@ -63,7 +63,7 @@ class _SavedPlan(TypedDict):
     workers: int
     config: Dict[str, Any]
     job: Job
-    course: RunCourse
+    schedule: Schedule
     smaller_grids: Optional[List[Tuple[str, Shape3]]]
 
 
@@ -84,7 +84,7 @@ def _source_of_plan(content: Mapping[str, Any]) -> JobSource:
     if device != "cpu":
         on_card = "`train` shows what its steps take on the card"
         notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
-    return JobSource(job, notes, workers, plan["course"], grids=plan["smaller_grids"])
+    return JobSource(job, notes, workers, plan["schedule"], grids=plan["smaller_grids"])
 
 
 def read_run(folder: Union[str, Path]) -> JobSource:

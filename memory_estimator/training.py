@@ -1,8 +1,8 @@
-"""A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and
+"""Predicts a whole training: its coarse steps and its full ones, a worker's extra memory, and
 the time of all.
 
-course = RunCourse(steps=500, beside=Beside(volume_shape=(240, 240, 155)))
-forecast = course.forecast(job, constants, accuracy)
+schedule = Schedule(steps=500, extra=ExtraMemory(volume_shape=(240, 240, 155)))
+forecast = schedule.forecast(job, constants, accuracy)
 forecast.upper_bound_bytes, forecast.all_s
 """
 
@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Optional
 
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.estimate import Component, Estimate, estimate, run_use
 from memory_estimator.job import Job
-from memory_estimator.planner import Choice, Price, fastest_that_fits
+from memory_estimator.planner import Choice, Estimator, fastest_that_fits
 from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
@@ -47,7 +47,7 @@ SAVED = (Group.WEIGHTS, Group.SLOTS)
 
 
 @dataclass(frozen=True)
-class Beside:
+class ExtraMemory:
     """A worker's memory beside the steps of a run, all of it in the upper bound."""
 
     # of whole volumes; None if the steps see them, or nothing is validated
@@ -62,41 +62,43 @@ class Beside:
     has_ignored: bool = False  # whether the store has voxels that are not to be learnt
 
 
-def price_of_run(
-    constants: HostConstants, accuracy: Accuracy, beside: Beside = Beside(), *, workers: int = 1
-) -> Price:
-    """The price of jobs on a host as steps of a run: the memory of one worker, the time of all of
-    them together."""
-
-    def price(job: Job) -> Estimate:
-        copies = 0
-        if beside.copies:
-            resident = training_step(job).resident
-            saved = sum(tensor.bytes for tensor in resident if tensor.group in SAVED)
-            copies = beside.copies * saved
-        shape = beside.volume_shape
-        volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
-        averaged = 0
-        if min(beside.resolution) < 1:  # in float32, first the image, then the target
-            of_target = job.unet.outputs + beside.has_ignored
-            averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
-        judged = 0
-        if beside.judged_shape:  # float32 answers of all regions, and what is found in them
-            judged = (4 * job.unet.outputs + JUDGED_BYTES) * math.prod(beside.judged_shape)
-            judged = max(judged - volumes - averaged, 0)  # of the steps, which are over
-        records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
-        twice = "exact: from before the timing, or on another grid"
-        scattered = "at most: pages too scattered for maps of full size"
-        return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
-            Component("whole volumes", volumes, "derived: of validation"),
-            Component("an averaged volume", averaged, "exact: of a sample in preparation"),
-            Component(POST_PROCESSING, judged, "measured: a case's answers and components"),
-            Component("variables, once more", copies, twice),
-            Component(LEFT_BY_COARSE, beside.left_bytes, scattered),
-            Component("case records", records, "measured: of each case what is kept in memory"),
-        )
-
-    return price
+def run_estimate(
+    job: Job,
+    constants: HostConstants,
+    accuracy: Accuracy,
+    extra: ExtraMemory = ExtraMemory(),
+    *,
+    workers: int = 1,
+) -> Estimate:
+    """The estimate of a job as a step of a run: the memory of one worker, the time of all of them
+    together."""
+    copies = 0
+    if extra.copies:
+        resident = training_step(job).resident
+        saved = sum(tensor.bytes for tensor in resident if tensor.group in SAVED)
+        copies = extra.copies * saved
+    volumes = 0
+    if extra.volume_shape:
+        volumes = whole_volume_bytes(job, extra.volume_shape, extra.resolution)
+    averaged = 0
+    if min(extra.resolution) < 1:  # in float32, first the image, then the target
+        of_target = job.unet.outputs + extra.has_ignored
+        averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
+    judged = 0
+    if extra.judged_shape:  # float32 answers of all regions, and what is found in them
+        judged = (4 * job.unet.outputs + JUDGED_BYTES) * math.prod(extra.judged_shape)
+        judged = max(judged - volumes - averaged, 0)  # of the steps, which are over
+    records = extra.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
+    twice = "exact: from before the timing, or on another grid"
+    scattered = "at most: pages too scattered for maps of full size"
+    return worker_estimate(estimate(job, constants, accuracy), workers).with_extra(
+        Component("whole volumes", volumes, "derived: of validation"),
+        Component("an averaged volume", averaged, "exact: of a sample in preparation"),
+        Component(POST_PROCESSING, judged, "measured: a case's answers and components"),
+        Component("variables, once more", copies, twice),
+        Component(LEFT_BY_COARSE, extra.left_bytes, scattered),
+        Component("case records", records, "measured: of each case what is kept in memory"),
+    )
 
 
 def whole_volume_bytes(job: Job, shape: Shape3, resolution: Resolution3) -> int:
@@ -115,15 +117,15 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: Resolution3) -> int:
 
 
 @dataclass(frozen=True)
-class RunCourse:
+class Schedule:
     """A training as data: what it does besides its full steps, whose job is given apart. A single
     step, of which no more is known, has the defaults."""
 
     steps: int = 0  # of the whole run; 0 is not known
     coarse_steps: int = 0
     coarse_shape: Optional[Shape3] = None  # voxels that the network sees in them; None without any
-    beside: Beside = Beside()  # of full steps
-    coarse_beside: Beside = Beside()
+    extra: ExtraMemory = ExtraMemory()  # of full steps
+    coarse_extra: ExtraMemory = ExtraMemory()
     budget_s: Optional[float] = None  # that cuts the steps; None for no limit
     validations: int = 0
     held_out: int = 0  # cases of a validation
@@ -135,34 +137,35 @@ class RunCourse:
 
     def coarse_job(self, job: Job) -> Optional[Job]:
         """The job of coarse steps beside full ones of `job`; None without any. Their policy is
-        "speed". Beside a smaller grid than the run's they are counted as large as that at most."""
+        "speed". With a smaller grid than the run's they are counted as large as that at most."""
         if self.coarse_shape is None:
             return None
         shape = shape3(map(min, self.coarse_shape, job.shape))
         return dataclasses.replace(job.with_unet(policy="speed"), shape=shape)
 
-    def price(self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1) -> Price:
-        """The price of jobs as full steps of this training. The upper bound is that of the whole
-        run: of the coarse steps before them too."""
-        return _price_by(self._steps_of(constants, accuracy, workers))
+    def estimator(
+        self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1
+    ) -> Estimator:
+        """What estimates jobs as full steps of this training, with its coarse steps. The upper
+        bound is that of the whole run."""
 
-    def _steps_of(self, constants: HostConstants, accuracy: Accuracy, workers: int) -> "StepsOf":
         # Policies of full steps have the same coarse ones.
-        coarse_price = functools.lru_cache(maxsize=None)(
-            price_of_run(constants, accuracy, self.coarse_beside, workers=workers)
-        )
+        @functools.cache
+        def coarse_estimate(job: Job) -> Estimate:
+            return run_estimate(job, constants, accuracy, self.coarse_extra, workers=workers)
 
-        @functools.cache  # the policy that is picked was priced before
-        def steps_of(job: Job) -> Tuple[Estimate, Optional[Estimate]]:
-            beside = self.beside
-            coarse: Optional[Estimate] = None
+        @functools.cache  # the policy that is picked was estimated before
+        def full_estimate(job: Job) -> Estimate:
             coarse_job = self.coarse_job(job)
-            if coarse_job:
-                coarse = coarse_price(coarse_job)
-                beside = dataclasses.replace(beside, left_bytes=coarse.allocator_peak_bytes)
-            return price_of_run(constants, accuracy, beside, workers=workers)(job), coarse
+            if coarse_job is None:
+                return run_estimate(job, constants, accuracy, self.extra, workers=workers)
+            coarse = coarse_estimate(coarse_job)
+            extra = dataclasses.replace(self.extra, left_bytes=coarse.allocator_peak_bytes)
+            full = run_estimate(job, constants, accuracy, extra, workers=workers)
+            bound = max(full.upper_bound_bytes, coarse.upper_bound_bytes)
+            return dataclasses.replace(full, coarse=coarse, upper_bound_bytes=bound)
 
-        return steps_of
+        return full_estimate
 
     def forecast(
         self,
@@ -176,54 +179,27 @@ class RunCourse:
         """What this training costs on a host, with `job` as a full step: the memory of one worker,
         the time of all of them together. With a budget its memory policy is picked, whatever `job`
         has now."""
-        steps_of = self._steps_of(constants, accuracy, workers)
-        choice: Optional[Choice] = None
-        if budget_bytes is not None:
-            choice = fastest_that_fits(job, _price_by(steps_of), budget_bytes)
-            job = choice.estimate.job
-        full, coarse = steps_of(job)
-        return Forecast(self, full, coarse, choice, workers)
-
-
-StepsOf = Callable[[Job], Tuple[Estimate, Optional[Estimate]]]
-"""What estimates a full step of a job, and the coarse one before it; None without any."""
-
-
-def _price_by(steps_of: StepsOf) -> Price:
-    """The price of full steps, whose upper bound is that of the coarse steps before them too."""
-
-    def price(job: Job) -> Estimate:
-        full, coarse = steps_of(job)
-        if coarse is None:
-            return full
-        bound = max(full.upper_bound_bytes, coarse.upper_bound_bytes)
-        return dataclasses.replace(full, upper_bound_bytes=bound)
-
-    return price
-
-
-class Times(NamedTuple):
-    """Seconds of a training."""
-
-    steps_s: float
-    validation_s: float
-    postprocessing_s: float
-
-    @property
-    def all_s(self) -> float:
-        return sum(self)
+        estimator = self.estimator(constants, accuracy, workers=workers)
+        if budget_bytes is None:
+            return Forecast(self, estimator(job), workers=workers)
+        choice = fastest_that_fits(job, estimator, budget_bytes)
+        return Forecast(self, choice.estimate, choice, workers)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Memory and time of a training, by the prices of its steps."""
+    """Memory and time of a training, by the estimate of its full steps."""
 
-    course: RunCourse
+    schedule: Schedule
     full: Estimate
-    coarse: Optional[Estimate] = None  # None without a curriculum
     # of the memory policy, if it was picked
     choice: Optional[Choice] = field(default=None, compare=False)
     workers: int = 1  # which share the steps, and the cases of a validation
+
+    @property
+    def coarse(self) -> Optional[Estimate]:
+        """The estimate of coarse steps; None without a curriculum."""
+        return self.full.coarse
 
     @property
     def steps(self) -> List[Estimate]:
@@ -245,27 +221,22 @@ class Forecast:
         peaks = []
         for step in self.steps:
             other = (POST_PROCESSING, LEFT_BY_COARSE)
-            beside = sum(line.bytes for line in step.beside if line.name not in other)
-            peaks.append(step.process_peak_bytes + beside)
+            extra = sum(line.bytes for line in step.extra if line.name not in other)
+            peaks.append(step.process_peak_bytes + extra)
         peaks[-1] += left_bytes
         return max(peaks)
 
     @property
     def upper_bound_bytes(self) -> int:
         """The process's, over the whole run."""
-        return max(step.upper_bound_bytes for step in self.steps)
-
-    def seconds(self, steps: int, coarse_steps: int = 0) -> float:
-        """Seconds of so many steps, the coarse ones included; validations aside."""
-        full_s = (steps - coarse_steps) * self.full.step_s
-        if self.coarse is None:
-            return full_s
-        return coarse_steps * self.coarse.step_s + full_s
+        return self.full.upper_bound_bytes
 
     @property
     def training_s(self) -> float:
-        """Seconds of all steps, without a budget of time."""
-        return self.seconds(self.course.steps, self.course.coarse_steps)
+        """Seconds of all steps, without a budget of time; validations aside."""
+        coarse_s = self.coarse.step_s if self.coarse else 0.0
+        full_steps = self.schedule.steps - self.schedule.coarse_steps
+        return self.schedule.coarse_steps * coarse_s + full_steps * self.full.step_s
 
     @property
     def steps_s(self) -> float:
@@ -274,7 +245,7 @@ class Forecast:
 
     def within_budget_s(self, training_s: float) -> float:
         """Of the seconds of all steps those that a budget of time holds."""
-        budget_s = self.course.budget_s
+        budget_s = self.schedule.budget_s
         if budget_s is None:
             return training_s
         return min(training_s, budget_s)
@@ -282,35 +253,32 @@ class Forecast:
     @property
     def validation_s(self) -> float:
         """Seconds of all validations, in each of which a worker has its share of the cases."""
-        course = self.course
-        if not course.steps:
+        schedule = self.schedule
+        if not schedule.steps:
             return 0.0
-        case_s = (course.steps - course.coarse_steps) * self._pass_s(self.full, course.windows)
+        case_s = (schedule.steps - schedule.coarse_steps) * self._pass_s(
+            self.full, schedule.windows
+        )
         if self.coarse:
-            case_s += course.coarse_steps * self._pass_s(self.coarse, course.coarse_windows)
-        cases = math.ceil(course.held_out / self.workers)  # of a worker
-        return course.validations * cases * case_s / course.steps
+            case_s += schedule.coarse_steps * self._pass_s(self.coarse, schedule.coarse_windows)
+        cases = math.ceil(schedule.held_out / self.workers)  # of a worker
+        return schedule.validations * cases * case_s / schedule.steps
 
     @property
     def answered_s(self) -> float:
         """Seconds to answer on a held-out case and to score that."""
-        answer_s = self.course.flips * self._pass_s(self.full, self.course.windows)
-        return answer_s + SCORE_S * self.course.scored_voxels / 1e6
+        answer_s = self.schedule.flips * self._pass_s(self.full, self.schedule.windows)
+        return answer_s + SCORE_S * self.schedule.scored_voxels / 1e6
 
     @property
     def postprocessing_s(self) -> float:
         """Seconds to decide the post-processing, after the last step: one worker does it."""
-        return self.course.decided * self.answered_s
-
-    @property
-    def times(self) -> Times:
-        """Those of the whole training."""
-        return Times(self.steps_s, self.validation_s, self.postprocessing_s)
+        return self.schedule.decided * self.answered_s
 
     @property
     def all_s(self) -> float:
         """Seconds of the whole training."""
-        return self.times.all_s
+        return self.steps_s + self.validation_s + self.postprocessing_s
 
     def _pass_s(self, step: Estimate, windows: int) -> float:
         """Seconds of the network's pass over a whole case, which one worker computes."""
@@ -335,8 +303,8 @@ class Forecast:
     def run_json(self) -> Dict[str, Any]:
         """The steps and the seconds of the whole training, and its upper bound."""
         content: Dict[str, Any] = {
-            "steps": self.course.steps,
-            "coarse_steps": self.course.coarse_steps,
+            "steps": self.schedule.steps,
+            "coarse_steps": self.schedule.coarse_steps,
             "steps_s": self.steps_s,
             "validation_s": self.validation_s,
             "postprocessing_s": self.postprocessing_s,

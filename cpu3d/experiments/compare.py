@@ -41,8 +41,8 @@ from cpu3d.experiments.variants import (
     COLUMNS,
     DECIDED,
     Budget,
-    Course,
     Json,
+    VariantPlan,
     parse_variant,
     planned_variants,
     refuse_settings,
@@ -124,7 +124,7 @@ class Kept:
     """The content of compare.json."""
 
     asked: Json  # a later call must ask for the same
-    plan: List[Course]  # one a variant
+    plan: List[VariantPlan]  # one a variant
     store: str
     split: str  # the cases that are scored
     runs: Dict[str, str]  # of the last call: their folders in this one, by their names
@@ -148,8 +148,8 @@ def run(options: Options, settings: Json) -> int:
         runs: Dict[str, List[PlannedRun]] = {}  # of what answers, by its name
         # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
         for seed in options.seeds:
-            for course in kept.plan:
-                runs[f"{course.name}-seed{seed}"] = _planned_runs(course, seed, out, options)
+            for planned in kept.plan:
+                runs[f"{planned.name}-seed{seed}"] = _planned_runs(planned, seed, out, options)
         folder = store.folder.resolve()
         every_run = [run for each in runs.values() for run in each]
         places = {run.name: str(run.folder.relative_to(out)) for run in every_run}
@@ -160,14 +160,14 @@ def run(options: Options, settings: Json) -> int:
         failed = carry_out(every_run, folder, out)
         left_out = {run.name: failed[run.name].why for run in every_run if run.name in failed}
         answers = []
-        for course in kept.plan:
+        for planned in kept.plan:
             for seed in options.seeds:
-                name = f"{course.name}-seed{seed}"
+                name = f"{planned.name}-seed{seed}"
                 if any(run.name in failed for run in runs[name]):
                     continue
                 if options.folds:
                     publish_folds(out / "runs" / name)
-                answers.append(_read(course.name, seed, out / "runs" / name, options))
+                answers.append(_read(planned.name, seed, out / "runs" / name, options))
         _publish(answers, kept.plan[0].name, left_out, store, options, budget, kept.plan)
     return 1 if failed else 0
 
@@ -229,7 +229,7 @@ def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
         todo = "choose another --out"
         kept = read_record(path, SCHEMA, lambda content: typed(content, Kept), todo, InputError)
         differing = [name for name in asked if kept.asked.get(name) != asked[name]]
-        if [course.name for course in kept.plan] != list(variants):
+        if [planned.name for planned in kept.plan] != list(variants):
             differing.append("plan")
         if differing:
             rule = f"--out {options.out} must be a comparison that was begun with these options"
@@ -244,20 +244,20 @@ def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
     return Kept(asked, plan, "", split, {}), budget.words(baseline)
 
 
-def _planned_runs(course: Course, seed: int, out: Path, options: Options) -> List[PlannedRun]:
+def _planned_runs(planned: VariantPlan, seed: int, out: Path, options: Options) -> List[PlannedRun]:
     """The run of a variant and a seed, or its folds."""
-    words = [*as_options(course.settings), "--seed", str(seed)]
+    words = [*as_options(planned.settings), "--seed", str(seed)]
     if options.force:
         words.append("--force")
-    folder = out / "runs" / f"{course.name}-seed{seed}"
-    name = f"{course.name}, seed {seed}"
+    folder = out / "runs" / f"{planned.name}-seed{seed}"
+    name = f"{planned.name}, seed {seed}"
     runs = []
     for fold in options.names_of_folds:
         run = PlannedRun(
             name=name,
             folder=folder,
             options=tuple(words),
-            steps=course.steps or 0,
+            steps=planned.steps or 0,
             split=options.split,
             tolerance_mm=options.tolerance,
         )
@@ -274,10 +274,10 @@ def _planned_runs(course: Course, seed: int, out: Path, options: Options) -> Lis
 
 
 def _save_folds(
-    runs: Dict[str, List[PlannedRun]], store: Path, plan: List[Course], options: Options
+    runs: Dict[str, List[PlannedRun]], store: Path, plan: List[VariantPlan], options: Options
 ) -> None:
     """Make each variant and seed a folder of folds, which `predict` and `status` take together."""
-    settings = {course.name: course.settings for course in plan}
+    settings = {planned.name: planned.settings for planned in plan}
     for name, folds in runs.items():
         variant, _, seed = name.rpartition("-seed")
         chosen = {**settings[variant], "seed": int(seed)}
@@ -296,7 +296,7 @@ def _publish(
     store: Store,
     options: Options,
     budget: str,
-    plan: List[Course],
+    plan: List[VariantPlan],
 ) -> None:
     manifest = store.manifest
     variants = dict.fromkeys(answer.variant for answer in answers)
@@ -311,15 +311,15 @@ def _publish(
             "split": SPLIT if options.folds else options.split,
             "tolerance_mm": options.tolerance,
         },
-        "options": {course.name: shlex.join(as_options(course.settings)) for course in plan},
+        "options": {planned.name: shlex.join(as_options(planned.settings)) for planned in plan},
     }
     comparison = Comparison.of(answers, baseline, failed)
     publish(comparison, about, store, options.out.resolve(), options.record)
 
 
-def _plan_table(plan: List[Course], options: Options, budget: str) -> Table:
+def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table:
     """The planned runs, a row a variant."""
-    seconds = [course.run_s for course in plan]
+    seconds = [planned.run_s for planned in plan]
     total = "unknown"
     if None not in seconds:
         runs = len(options.seeds) * len(options.names_of_folds)
@@ -329,7 +329,7 @@ def _plan_table(plan: List[Course], options: Options, budget: str) -> Table:
         each += f" x {options.folds} folds"
     return Table(
         COLUMNS,
-        [tuple(course.row) for course in plan],
+        [tuple(planned.row) for planned in plan],
         title=f"{each}, each for {budget}",
         caption=f"predicted: {total} of steps, without validation and scoring",
     )

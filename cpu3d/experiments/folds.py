@@ -151,7 +151,7 @@ def scoring_s(plan: Plan) -> Optional[float]:
     None if no step is predicted."""
     if plan.forecast is None:
         return None
-    return START_S + plan.forecast.course.held_out * plan.forecast.answered_s
+    return START_S + plan.forecast.schedule.held_out * plan.forecast.answered_s
 
 
 def fold_s(plan: Plan) -> Optional[float]:

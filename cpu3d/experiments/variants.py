@@ -56,7 +56,7 @@ COLUMNS = ("variant", "sees", "batch", "steps", "voxels", "policy", "a step", "a
 
 
 @dataclass(frozen=True)
-class Course:
+class VariantPlan:
     """The training of every run of a variant."""
 
     name: str
@@ -117,7 +117,7 @@ def planned_variants(
     validations: int,
     *,
     force: bool = False,
-) -> List[Course]:
+) -> List[VariantPlan]:
     """The course of every variant's runs, the first of which is the baseline; `folds` are those
     that are trained, or [""], and `force` is that of `make_plan`.
 
@@ -157,7 +157,7 @@ def planned_variants(
     raise_if_any(problems)
     steps = _steps(budget, [plan for _, plan in resolved.values()])
     validations = min([validations, *filter(None, steps)])
-    courses = []
+    plans = []
     for (name, (settings, plan)), own_steps in zip(resolved.items(), steps):
         settings["validations"] = validations
         if own_steps is None:
@@ -166,8 +166,8 @@ def planned_variants(
             settings["budget_minutes"] = budget.amount
         else:
             settings["steps"] = own_steps
-        courses.append(_course(name, settings, plan, own_steps))
-    return courses
+        plans.append(_variant_plan(name, settings, plan, own_steps))
+    return plans
 
 
 def refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
@@ -222,7 +222,7 @@ def _steps(budget: Budget, plans: Sequence[Plan]) -> List[Optional[int]]:
     return steps
 
 
-def _course(name: str, settings: Json, plan: Plan, steps: Optional[int]) -> Course:
+def _variant_plan(name: str, settings: Json, plan: Plan, steps: Optional[int]) -> VariantPlan:
     config = plan.config
     step_s = None
     peak_bytes = None
@@ -237,7 +237,7 @@ def _course(name: str, settings: Json, plan: Plan, steps: Optional[int]) -> Cour
     sees = [by(config.grid), str(config.batch)]
     costs = [format_seconds(step_s), format_seconds(run_s), format_bytes(peak_bytes)]
     row = [name, *sees, *length, config.unet.policy, *costs]
-    return Course(name, settings, steps, run_s, row)
+    return VariantPlan(name, settings, steps, run_s, row)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -231,8 +231,8 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     coarse_s = run.history.median_step_s(coarse_steps, coarse=True, waiting=False)
     full_s = run.history.median_step_s(coarse_steps, waiting=False)
     of_step = "median, without waiting"
-    beside_s = costs.validation_s + costs.checkpoint_s
-    all_s = costs.steps_s + beside_s
+    overhead_s = costs.validation_s + costs.checkpoint_s
+    all_s = costs.steps_s + overhead_s
     cases = scores["cases"] if scores else []
     predict_s = numbers(cases, "predict_s")
     volume = "a volume on its full grid, median without the first"
@@ -249,7 +249,13 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
         ("time per coarse step", coarse_s, in_s, of_step, most("coarse_step_s")),
         ("time per step", full_s, in_s, of_step, most("step_s")),
         ("waiting for data", _share(costs.wait_s, costs.steps_s), percent, "of all steps", None),
-        ("validation and checkpoints", _share(beside_s, all_s), percent, "of the whole time", None),
+        (
+            "validation and checkpoints",
+            _share(overhead_s, all_s),
+            percent,
+            "of the whole time",
+            None,
+        ),
         ("whole training", costs.train_s or all_s or None, in_s, "wall clock, all attempts", None),
         ("prediction", median(predict_s), in_s, volume, None),
         ("scoring", median(numbers(cases, "score_s")), in_s, "a volume, median", None),

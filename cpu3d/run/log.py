@@ -24,7 +24,7 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from cpu3d.run.summary import COURSE, Event, Pace
+from cpu3d.run.summary import PROGRESS_KINDS, Event, Pace
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
 from cpu3d.util.records import count
@@ -137,7 +137,7 @@ def last_event(run: Path, *kinds: str) -> Event:
 
 def last_end(run: Path) -> Event:
     """The event that ended the last attempt; {} if it has not ended, or was killed."""
-    last = last_event(run, *COURSE)
+    last = last_event(run, *PROGRESS_KINDS)
     return last if last.get("event") == "end" else {}
 
 

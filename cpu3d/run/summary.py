@@ -21,7 +21,7 @@ Event = Mapping[str, Any]
 Events = Sequence[Event]
 
 # The kinds of event of which the last one shows whether a run has ended.
-COURSE = ("start", "step", "end")
+PROGRESS_KINDS = ("start", "step", "end")
 RECENT = 50  # steps that a run's present loss and pace are of
 ENOUGH_STEPS = 3  # on a grid, from which on their median is taken for those that are left
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
@@ -225,7 +225,7 @@ class History:
         kind = event["event"]
         self.last = event
         self.pace.note(event)
-        if kind in COURSE:
+        if kind in PROGRESS_KINDS:
             self.end = event if kind == "end" else {}
         if kind == "start":
             self.starts.append(event)

@@ -539,15 +539,15 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
 ):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
     full = plan.forecast.full
-    beside = 0
+    extra = 0
     if settings:
-        beside = whole_volume_bytes(full.job, phantom_store.manifest.largest_box, (1, 1, 1))
+        extra = whole_volume_bytes(full.job, phantom_store.manifest.largest_box, (1, 1, 1))
     alone = estimate(full.job, full.constants, full.accuracy)
-    assert full.upper_bound_bytes == alone.upper_bound_bytes + beside
+    assert full.upper_bound_bytes == alone.upper_bound_bytes + extra
     split = {**phantom_store.manifest.split, "val": ()}
     store = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, split=split))
     without = planned(store, tmp_path, policy="speed", **settings).forecast.full.upper_bound_bytes
-    assert without == full.upper_bound_bytes - beside, "no validation, no volume"
+    assert without == full.upper_bound_bytes - extra, "no validation, no volume"
 
 
 def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tmp_path):

@@ -59,24 +59,24 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     held = {line.name: line.bytes for line in from_store.components}
     assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
     assert fed.upper_bound_bytes == fed.kind.upper_bound(fed.process_peak_bytes)
-    beside = {line.name: line.bytes for line in from_store.beside}
-    validation = beside.pop("validation", 0)
+    extra = {line.name: line.bytes for line in from_store.extra}
+    validation = extra.pop("validation", 0)
     counted = from_store.kind.upper_bound(from_store.process_peak_bytes + validation) + sum(
-        beside.values()
+        extra.values()
     )
     assert from_store.upper_bound_bytes == counted
-    assert "samples in preparation" not in beside, "it is the next batch"
-    assert beside["a case's files"] == 96**3 * (4 * 2 + 1)
+    assert "samples in preparation" not in extra, "it is the next batch"
+    assert extra["a case's files"] == 96**3 * (4 * 2 + 1)
     assert (
         of(from_store=True, case_bytes=10**9).upper_bound_bytes - counted
-        == 10**9 - beside["a case's files"]
+        == 10**9 - extra["a case's files"]
     )
     # For gamma it is whole in float32, with a copy of a channel to smooth.
     reworked = of(from_store=True, reworked=True).upper_bound_bytes
     assert reworked - from_store.upper_bound_bytes == 96**3 * (4 * 4 + 4)
     # Several volumes are side by side before they are copied into one batch.
     two = of(from_store=True, batch=2, micro_batch=2)
-    prepared = [line.bytes for line in two.beside if line.name == "samples in preparation"]
+    prepared = [line.bytes for line in two.extra if line.name == "samples in preparation"]
     assert prepared == [2 * 96**3 * (4 * 2 + 3)]
     # One at a time they never are in TensorFlow's allocator.
     samples = 2 * 96**3 * (4 * 2 + 3)

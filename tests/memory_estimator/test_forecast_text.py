@@ -8,12 +8,12 @@ from memory_estimator.accuracy import Bound, load_accuracy
 from memory_estimator.calibration import Scale, load_constants
 from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.job import Job
-from memory_estimator.training import RunCourse
+from memory_estimator.training import Schedule
 from models.config import UNetConfig
 
 GIB = 2**30
 SCALE = Scale(1.5, True, 2, "2026-11-28", "96 x 96 x 96 in bfloat16")
-COURSE = RunCourse(steps=20, coarse_steps=15, coarse_shape=(16, 16, 16))
+SCHEDULE = Schedule(steps=20, coarse_steps=15, coarse_shape=(16, 16, 16))
 
 
 MEASURED = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
@@ -24,7 +24,7 @@ MEASURED = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
 def forecast():
     """15 coarse steps of 2 s, then 5 full ones of 10 s."""
     job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), threads=2)
-    made = COURSE.forecast(job, load_constants("avx2"), load_accuracy())
+    made = SCHEDULE.forecast(job, load_constants("avx2"), load_accuracy())
     return dataclasses.replace(
         made,
         full=dataclasses.replace(made.full, step_s=10.0),
@@ -51,7 +51,7 @@ def test_a_table_has_steps_grids_seconds_and_peaks(forecast):
 )
 def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(scales, name, time):
     constants = dataclasses.replace(load_constants("avx512_bf16"), scales=scales)
-    made = RunCourse(steps=4).forecast(MEASURED, constants, load_accuracy(versions=None))
+    made = Schedule(steps=4).forecast(MEASURED, constants, load_accuracy(versions=None))
     kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
     full = dataclasses.replace(made.full, step_s=10.0, kind=kind)
     forecast = dataclasses.replace(made, full=full)
@@ -68,9 +68,9 @@ def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(sca
     ],
 )
 def test_a_budget_bounds_the_range_of_seconds(budget_s, time):
-    course = RunCourse(steps=4, budget_s=budget_s)
+    schedule = Schedule(steps=4, budget_s=budget_s)
     constants = dataclasses.replace(load_constants("avx512_bf16"), scales={})
-    made = course.forecast(MEASURED, constants, load_accuracy(versions=None))
+    made = schedule.forecast(MEASURED, constants, load_accuracy(versions=None))
     kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
     forecast = dataclasses.replace(
         made, full=dataclasses.replace(made.full, step_s=10.0, kind=kind)

@@ -10,7 +10,7 @@ from cpu3d.settings import recipe_settings
 from memory_estimator.common.schema import add_options
 from memory_estimator.job import RECIPES, Job, JobOptions, job_from
 from memory_estimator.sources import JobSource, read_run, source_job
-from memory_estimator.training import Beside, RunCourse
+from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
 
 
@@ -97,21 +97,21 @@ JOB = Job(
 )
 
 
-COURSE = RunCourse(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), beside=Beside(copies=1))
+SCHEDULE = Schedule(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), extra=ExtraMemory(copies=1))
 
 
-def write_plan(folder, job=JOB, workers=2, settings=(), course=COURSE, **changes):
+def write_plan(folder, job=JOB, workers=2, settings=(), schedule=SCHEDULE, **changes):
     """The folder of a run with that plan."""
     config = {"device": "cpu", **dict(settings)}
     job = dataclasses.asdict(job) if isinstance(job, Job) else job
     plan = {"schema": 1, "workers": workers, "job": job, "config": config, "smaller_grids": None}
-    plan["course"] = dataclasses.asdict(course)
+    plan["schedule"] = dataclasses.asdict(schedule)
     (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
     return folder
 
 
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
-    assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, COURSE)
+    assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, SCHEDULE)
     (of_card,) = read_run(write_plan(tmp_path, settings={"device": "gpu:1"})).notes
     assert "gpu:1" in of_card
 
@@ -119,9 +119,9 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
 def test_another_shape_is_no_step_of_the_run_s_course(tmp_path):
     folder = write_plan(tmp_path)
     source = source_job(parsed(f"--run {folder} --shape 64 64 64"))
-    assert source.course == RunCourse()
+    assert source.schedule == Schedule()
     assert any("--shape" in note for note in source.notes)
-    assert source_job(parsed(f"--run {folder} --filters 16")).course == COURSE
+    assert source_job(parsed(f"--run {folder} --filters 16")).schedule == SCHEDULE
 
 
 @pytest.mark.parametrize("strides", [(), ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2))])

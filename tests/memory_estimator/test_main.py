@@ -14,7 +14,7 @@ from memory_estimator import scaling
 from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import Job
-from memory_estimator.training import Beside, RunCourse
+from memory_estimator.training import ExtraMemory, Schedule
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 
@@ -162,18 +162,18 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
 def test_a_run_is_estimated_whole(tmp_path, capsys):
     unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
     job = Job(unet, (64, 64, 64), cases=8)
-    course = RunCourse(
+    schedule = Schedule(
         steps=12,
         coarse_steps=10,
         coarse_shape=(32, 32, 32),
-        beside=Beside(copies=1),
+        extra=ExtraMemory(copies=1),
         validations=3,
         held_out=2,
         decided=2,
         flips=8,
         scored_voxels=10**6,
     )
-    ask = f"--run {write_plan(tmp_path, job, 1, course=course)} --threads 2 --host-memory 8GiB"
+    ask = f"--run {write_plan(tmp_path, job, 1, schedule=schedule)} --threads 2 --host-memory 8GiB"
     content = answer(ask, capsys)
     run = content["run"]
     full_s = content["step_s"]
@@ -186,12 +186,12 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
     assert run["postprocessing_s"] == pytest.approx(2 * (8 / 3 * full_s + 0.5))
     parts = ("steps_s", "validation_s", "postprocessing_s")
     assert run["all_s"] == pytest.approx(sum(run[part] for part in parts))
-    write_plan(tmp_path, job, 1, course=RunCourse())
+    write_plan(tmp_path, job, 1, schedule=Schedule())
     alone = answer(ask, capsys)
     assert "run" not in alone
-    beside = {part["name"]: part["bytes"] for part in content["beside"]}
-    assert beside["left by coarse steps"] == run["coarse"]["allocator_peak_bytes"]
-    more = beside["left by coarse steps"] + beside["variables, once more"]
+    extra = {part["name"]: part["bytes"] for part in content["extra"]}
+    assert extra["left by coarse steps"] == run["coarse"]["allocator_peak_bytes"]
+    more = extra["left by coarse steps"] + extra["variables, once more"]
     assert content["upper_bound_bytes"] == alone["upper_bound_bytes"] + more
 
 
@@ -199,9 +199,9 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
 def heavy_coarse_run(tmp_path):
     """The options for a run whose coarse steps need more memory than its full ones."""
     job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), cases=8)
-    heavy = Beside(judged_shape=(512, 512, 512))
-    course = RunCourse(steps=12, coarse_steps=10, coarse_shape=(32, 32, 32), coarse_beside=heavy)
-    return f"--run {write_plan(tmp_path, job, 1, course=course)} --threads 2"
+    heavy = ExtraMemory(judged_shape=(512, 512, 512))
+    schedule = Schedule(steps=12, coarse_steps=10, coarse_shape=(32, 32, 32), coarse_extra=heavy)
+    return f"--run {write_plan(tmp_path, job, 1, schedule=schedule)} --threads 2"
 
 
 @pytest.mark.parametrize("more", ["", "--policy auto"])
@@ -240,10 +240,10 @@ def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
 
 def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_path, capsys):
     job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), batch=2, cases=8)
-    course = RunCourse(steps=12, validations=3, held_out=3, decided=2)
+    schedule = Schedule(steps=12, validations=3, held_out=3, decided=2)
 
     def of_workers(workers):
-        folder = write_plan(tmp_path, job, workers, course=course)
+        folder = write_plan(tmp_path, job, workers, schedule=schedule)
         return answer(f"--run {folder} --threads 2 --host-memory 64GiB", capsys)["run"]
 
     alone = of_workers(1)

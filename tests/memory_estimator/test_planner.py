@@ -33,7 +33,7 @@ SECONDS = {"speed": 1.0, "lean": 1.3}
 """Policy -> of a volume."""
 
 
-def price(job):
+def estimator(job):
     """Stands in for an Estimate: under policy speed a byte a voxel, filter, volume at a time and
     byte of dtype."""
     maps = job.voxels * job.unet.filters * (4 if job.unet.dtype == "float32" else 2)
@@ -45,7 +45,7 @@ def price(job):
 
 
 def cost(job):
-    return price(job).upper_bound_bytes
+    return estimator(job).upper_bound_bytes
 
 
 @given(st.integers(0, 5000), st.integers(0, 10**9), st.floats(0.3, 4))
@@ -68,17 +68,17 @@ def test_the_largest_number_may_be_beyond_one_that_does_not_fit():
 
 
 def test_the_plan_of_a_known_memory_is_the_one_by_hand():
-    largest = plan(JOB, price, 5 * ONE_VOLUME + 1000)
+    largest = plan(JOB, estimator, 5 * ONE_VOLUME + 1000)
     assert (largest["batch"].job.batch, largest["batch"].job.micro_batches) == (5, 1)
     assert largest["filters"] is None  # 8 filters at batch 16 are eight volumes
     # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than
     # 0.3125.
     assert largest["extent"].job.shape == (160, 160, 112)
-    lean = plan(JOB.with_unet(policy="lean"), price, 5 * ONE_VOLUME + 1000)
+    lean = plan(JOB.with_unet(policy="lean"), estimator, 5 * ONE_VOLUME + 1000)
     assert (lean["batch"].job.batch, lean["filters"].job.unet.filters) == (10, 8)
     # One volume at a time of any batch is a job of one volume, but for the batch at once, which
     # stays the same.
-    singly = plan(dataclasses.replace(JOB, micro_batch=1), price, 5 * ONE_VOLUME + 1000)
+    singly = plan(dataclasses.replace(JOB, micro_batch=1), estimator, 5 * ONE_VOLUME + 1000)
     assert (singly["batch"], singly["filters"].job.unet.filters) == (largest["batch"], 80)
     assert singly["filters"].job.micro_batches == 16
 
@@ -111,18 +111,18 @@ def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures,
 
 
 def test_each_change_that_is_enough_alone_is_named_with_what_it_takes():
-    options = nearest(JOB, price, ONE_VOLUME * 8 + 1000)
+    options = nearest(JOB, estimator, ONE_VOLUME * 8 + 1000)
     assert str(options[0]) == "--policy lean: up to 4.39 GiB, 1.3 s a volume"
     assert [option.change for option in options[1:]] == [
         *("--micro-batch 8", "--dtype bfloat16", "--shape 176 176 112", "--filters 8")
     ]
-    assert nearest(JOB, price, 5) == []
+    assert nearest(JOB, estimator, 5) == []
 
 
 def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
     changes = lambda job, parts: [
         option.change
-        for option in nearest(job, price, 16 * ONE_VOLUME // parts + 1000, same_training=True)
+        for option in nearest(job, estimator, 16 * ONE_VOLUME // parts + 1000, same_training=True)
     ]
     assert changes(JOB, 2) == ["--policy lean", "--micro-batch 8"]
     assert changes(JOB, 16) == ["--micro-batch 1"]
@@ -136,8 +136,8 @@ def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
 def test_only_grids_that_a_run_could_have_are_proposed():
     grids = [("--patch 16 16 16", (16, 16, 16)), ("--patch 96 96 96", (96, 96, 96))]
     budget = cost(dataclasses.replace(JOB, shape=(96, 96, 96)))
-    assert "--patch 96 96 96" in [o.change for o in nearest(JOB, price, budget, grids)]
-    assert "--patch 16 16 16" in [o.change for o in nearest(JOB, price, budget - 1, grids)]
+    assert "--patch 96 96 96" in [o.change for o in nearest(JOB, estimator, budget, grids)]
+    assert "--patch 16 16 16" in [o.change for o in nearest(JOB, estimator, budget - 1, grids)]
 
 
 BYTES = st.integers(1, 2**80)
@@ -161,7 +161,7 @@ def test_no_size_takes_more_than_some_hundred_prices(sides, depth, batch, filter
 
     def counted(job):
         asked.append(job)
-        return price(job)
+        return estimator(job)
 
     options = nearest(job, counted, budget)
     assert all(option.estimate.upper_bound_bytes <= budget for option in options)

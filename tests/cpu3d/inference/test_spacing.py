@@ -85,10 +85,10 @@ def test_the_hours_of_folds_count_scores_on_the_sources_grids(tmp_path):
     folds = [f"{number}/5" for number in range(1, 6)]
     (fold,) = [name for name in folds if "c" in with_fold(store, name).manifest.split["val"]]
     plan = make_plan(store, tmp_path / "run", HOST, {"fold": fold, "steps": 4, "device": "cpu"})
-    course = plan.forecast.course
-    assert course.scored_voxels == 60 * 50 * 40
-    as_stored = dataclasses.replace(course, scored_voxels=48 * 40 * 32)
-    forecast = dataclasses.replace(plan.forecast, course=as_stored)
+    schedule = plan.forecast.schedule
+    assert schedule.scored_voxels == 60 * 50 * 40
+    as_stored = dataclasses.replace(schedule, scored_voxels=48 * 40 * 32)
+    forecast = dataclasses.replace(plan.forecast, schedule=as_stored)
     of_store = dataclasses.replace(plan, forecast=forecast)
     more = 60 * 50 * 40 - 48 * 40 * 32
     assert fold_s(plan) - fold_s(of_store) == pytest.approx(SCORE_S * more / 1e6)
@@ -106,7 +106,7 @@ def test_the_bound_counts_the_answers_that_post_processing_is_decided_on(tmp_pat
         chosen = {"steps": 4, "device": "cpu", "patch": (32, 32, 32), "mode": "patch"}
         store = open_store(folder)
         plan = make_plan(store, tmp_path / "run", HOST, chosen)
-        memory = {part.name: part.bytes for part in plan.forecast.full.beside}
+        memory = {part.name: part.bytes for part in plan.forecast.full.extra}
         held = memory["post-processing"] + memory["whole volumes"]
         regions = len(store.manifest.regions)
         assert held >= (4 * regions + JUDGED_BYTES) * 60 * 50 * 40

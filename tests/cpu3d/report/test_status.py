@@ -309,7 +309,7 @@ def done(run, tmp_path):
     save_config(RunConfig(steps=120, store=str(store.folder), split_hash=split_hash), run)
     append_event(run, {"event": "end", "step": 120, "reason": "finished"})
     change_decision(run, split_hash=split_hash)
-    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 0}})
+    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "schedule": {"decided": 0}})
     return run
 
 

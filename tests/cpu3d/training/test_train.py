@@ -461,7 +461,7 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     config = train(phantom_store.folder, tmp_path, settings=settings)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["steps"] == plan["config"]["steps"] == config.steps == 4
-    assert (plan["run"]["steps"], plan["course"]["steps"]) == (4, 4)
+    assert (plan["run"]["steps"], plan["schedule"]["steps"]) == (4, 4)
     steps_s = 4 * plan["predicted"]["step_s"]
     assert plan["training_s"] == pytest.approx(steps_s)
     assert plan["run"]["steps_s"] == pytest.approx(steps_s)
