@@ -13,74 +13,44 @@ from models.config import UNetConfig
 
 GIB = 2**30
 SCALE = Scale(1.5, True, 2, "2026-11-28", "96 x 96 x 96 in bfloat16")
-SCHEDULE = Schedule(steps=20, coarse_steps=15, coarse_shape=(16, 16, 16))
-
-
 MEASURED = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
 """Of a kind whose errors are known on the host of "avx512_bf16"."""
 
 
-@pytest.fixture(scope="module")
-def forecast():
+def test_a_table_has_steps_grids_and_seconds_as_of_another_host():
     """15 coarse steps of 2 s, then 5 full ones of 10 s."""
+    schedule = Schedule(steps=20, coarse_steps=15, coarse_shape=(16, 16, 16))
     job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), threads=2)
-    made = SCHEDULE.forecast(job, load_constants("avx2"), load_accuracy())
-    return dataclasses.replace(
-        made,
-        full=dataclasses.replace(made.full, step_s=10.0),
-        coarse=dataclasses.replace(made.coarse, step_s=2.0),
-    )
-
-
-def words(table):
-    return [cell for row in table.rows for cell in row]
-
-
-def test_a_table_has_steps_grids_seconds_and_peaks(forecast):
-    cells = words(steps_table(forecast))
+    made = schedule.forecast(job, load_constants("avx2"), load_accuracy())
+    coarse = dataclasses.replace(made.coarse, step_s=2.0)
+    full = dataclasses.replace(made.full, step_s=10.0, coarse=coarse)
+    forecast = dataclasses.replace(made, full=full)
+    table = steps_table(forecast)
+    cells = [cell for row in table.rows for cell in row]
     for cell in ("15", "5", "20", "16 x 16 x 16", "32 x 32 x 32", "2 s", "10 s"):
         assert cell in cells
+    assert "a step, uncalibrated" in table.columns
+    assert time_line(forecast).startswith("about 80 s in all")
 
 
 @pytest.mark.parametrize(
-    ("scales", "name", "time"),
+    ("scales", "budget_s", "name", "time"),
     [
-        ({}, "a step, predicted", "40 s in all (36 s to 44 s): "),
-        ({"bfloat16": SCALE}, "a step, calibrated", "about 40 s in all: "),
+        ({}, None, "a step, predicted", "40 s in all (36 s to 44 s): "),
+        ({"bfloat16": SCALE}, None, "a step, calibrated", "about 40 s in all: "),
+        ({}, 42.0, "a step, predicted", "40 s in all (36 s to 42 s): "),
+        ({}, 30.0, "a step, predicted", "about 30 s in all: "),  # whatever a step takes
     ],
 )
-def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(scales, name, time):
+def test_hours_are_a_range_where_errors_are_known_within_the_budget(scales, budget_s, name, time):
+    schedule = Schedule(steps=4, budget_s=budget_s)
     constants = dataclasses.replace(load_constants("avx512_bf16"), scales=scales)
-    made = Schedule(steps=4).forecast(MEASURED, constants, load_accuracy(versions=None))
+    made = schedule.forecast(MEASURED, constants, load_accuracy(versions=None))
     kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
     full = dataclasses.replace(made.full, step_s=10.0, kind=kind)
     forecast = dataclasses.replace(made, full=full)
     assert name in steps_table(forecast).columns
     assert time_line(forecast).startswith(time)
-
-
-@pytest.mark.parametrize(
-    ("budget_s", "time"),
-    [
-        (100.0, "40 s in all (36 s to 44 s): "),
-        (42.0, "40 s in all (36 s to 42 s): "),
-        (30.0, "about 30 s in all: "),  # whatever a step takes
-    ],
-)
-def test_a_budget_bounds_the_range_of_seconds(budget_s, time):
-    schedule = Schedule(steps=4, budget_s=budget_s)
-    constants = dataclasses.replace(load_constants("avx512_bf16"), scales={})
-    made = schedule.forecast(MEASURED, constants, load_accuracy(versions=None))
-    kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
-    forecast = dataclasses.replace(
-        made, full=dataclasses.replace(made.full, step_s=10.0, kind=kind)
-    )
-    assert time_line(forecast).startswith(time)
-
-
-def test_seconds_as_of_another_host_are_said_to_be_uncalibrated(forecast):
-    assert "a step, uncalibrated" in steps_table(forecast).columns
-    assert time_line(forecast).startswith("about 80 s in all")
 
 
 @pytest.mark.parametrize(
