@@ -34,12 +34,17 @@ def facts_of_channel(
     channel: Array, each: Normalisation, unit: Unit, is_labelled: Optional[Array]
 ) -> ChannelFacts:
     """Describe the stored values (X, Y, Z) of a channel, of which some voxels may be labelled."""
+    values = channel[channel != 0] if each.has_background else channel
+    facts = ChannelFacts(
+        mean=float(values.mean(dtype=np.float64)),
+        std=float(values.std(dtype=np.float64)),
+        low=float(values.min()),
+        high=float(values.max()),
+        voxels=values.size,
+    )
     if each.has_background:
-        values = channel[channel != 0].astype(np.float64)
-        low = float(values.min())
-        high = float(values.max())
-        return ChannelFacts(float(values.mean()), float(values.std()), low, high, values.size)
-    facts = _over_all(channel)._replace(around=surroundings(channel, each.kind is Kind.CT))
+        return facts
+    facts = facts._replace(around=surroundings(channel, each.kind is Kind.CT))
     if each.kind is Kind.CT and is_labelled is not None and is_labelled.any():
         step, offset = unit
         values = np.sort(channel[is_labelled])
@@ -73,21 +78,6 @@ def content_box(
             step, offset = units[index] if units else AS_IT_IS
             mask |= channel > (each.low - offset) / step
     return bounding_box(mask)
-
-
-def _over_all(channel: Array) -> ChannelFacts:
-    """Statistics of all voxels of a channel of whole numbers: exact, a plane at a time."""
-    count = channel.size
-    total = 0
-    squares = 0
-    for plane in channel:
-        values = plane.astype(np.int64)
-        total += int(values.sum())
-        squares += int((values * values).sum())
-    variance = (count * squares - total * total) / count**2
-    low = float(channel.min())
-    high = float(channel.max())
-    return ChannelFacts(total / count, math.sqrt(variance), low, high, count)
 
 
 # --- Stored in steps ---

@@ -5,9 +5,10 @@ user, by a channel's name as in nnU-Net, or by what its voxels are.
     normalisation = with_windows(kinds, channels, records)      # windows of CT, by their records
 """
 
+import contextlib
 import re
 from dataclasses import replace
-from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Collection, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -79,8 +80,7 @@ def decide(
     """Decide the normalisation of each channel, without the windows of CT.
 
     `chosen` are the user's, such as "CT=zscore". Of channels that they and names leave open, up to
-    EXAMINED of the training cases are read. Raises InputError for other channels and kinds, and for
-    CT without a labelled case.
+    EXAMINED of the training cases are read. Raises InputError for other channels and kinds.
     """
     decided = chosen_kinds(dataset.channels, chosen)
     for name in dataset.channels:
@@ -95,9 +95,6 @@ def decide(
     left = [name for name in dataset.channels if name not in decided]
     if left:
         decided.update(_examined(left, training, dataset.channels, workers))
-    of_ct = [name for name in dataset.channels if decided[name].kind is Kind.CT]
-    if all(files.label is None for files in training):
-        raise_if_any(_without_foreground(name, "no case with a label") for name in of_ct)
     return tuple(decided[name] for name in dataset.channels)
 
 
@@ -190,11 +187,20 @@ def _examined(
 
 
 def _shares_of(job: Tuple[CaseFiles, Sequence[str]]) -> Dict[str, Tuple[float, float]]:
-    """Return the shares of background and of air in each channel of a case."""
+    """Return the shares of background and of air in each channel of a case. What cannot be read is
+    left out: it is named when the case is loaded."""
+    files, channels = job
     shares = {}
-    for name, volume in _volumes(*job):
-        if np.isfinite(volume).all():
-            shares[name] = (background_share(without_residue(volume)), _air_share(volume))
+    for path, name in zip(files.images, channels):
+        names: Sequence[str] = (name,)
+        if len(files.images) == 1:
+            names = files.names or channels
+        with contextlib.suppress(InputError):
+            array = read_volume(path)[0]
+            volumes = array[None] if array.ndim == 3 else np.moveaxis(array, 3, 0)
+            for name, volume in zip(names, volumes):
+                if np.isfinite(volume).all():
+                    shares[name] = (background_share(without_residue(volume)), _air_share(volume))
     return shares
 
 
@@ -216,19 +222,3 @@ def _air_share(volume: Array) -> float:
     low, high = AIR_HU
     with np.errstate(invalid="ignore"):
         return float(np.count_nonzero((volume > low) & (volume < high))) / volume.size
-
-
-def _volumes(files: CaseFiles, channels: Sequence[str]) -> Iterator[Tuple[str, Array]]:
-    """Yield the channels of a case by name. Files that cannot be read or hold other channels are
-    left out: they are named elsewhere."""
-    for path, name in zip(files.images, channels):
-        try:
-            array = read_volume(path)[0]
-        except InputError:
-            continue
-        names: Sequence[str] = (name,)
-        if len(files.images) == 1:
-            names = files.names or channels
-        array = array if array.ndim == 4 else array[..., None]
-        if array.shape[3] == len(names):
-            yield from zip(names, np.moveaxis(array, 3, 0))

@@ -25,7 +25,6 @@ SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
 # as much as contrast medium makes of one tissue. Bone and fat, of cases labelled in part, differ by
 # 800, lungs and soft tissue by 900.
 SHIFT_MARGIN_HU = 100
-HU_RANGE = (-1024, 3071)  # of 12 bits; what is outside was multiplied
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 
 
@@ -157,20 +156,13 @@ def unit_notes(records: Iterable[CaseRecord], channels: Sequence[str]) -> Dict[s
     for name, of_cases in middles.items():
         usual = statistics.median_low(of_cases.values())
         for case_id, middle in of_cases.items():
-            if _is_other_unit(middle, usual):
+            # One alone in HU + 1024, or one alone in HU.
+            if abs(abs(middle - usual) - SHIFT_HU) <= SHIFT_MARGIN_HU:
                 got = f"labelled values of {name} about {middle:.4g}"
                 others = f"of most cases they are about {usual:.4g}"
                 note = f"{got}, {others}: they may be in another unit, as HU + 1024"
                 notes.setdefault(case_id, []).append(note)
     return notes
-
-
-def _is_other_unit(middle: float, usual: float) -> bool:
-    """Tell whether two medians of labelled values differ by the shift that some files have, or one
-    alone is no HU."""
-    least, most = HU_RANGE
-    is_shifted = abs(abs(middle - usual) - SHIFT_HU) <= SHIFT_MARGIN_HU
-    return is_shifted or (least <= middle <= most) != (least <= usual <= most)
 
 
 def window_notes(

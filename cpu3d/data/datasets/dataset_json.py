@@ -144,18 +144,6 @@ def describing(image: Path) -> Optional[Description]:
     return _described(beside, beside.stat().st_mtime_ns) if beside.is_file() else None
 
 
-def names_of_codes(regions: Regions) -> Dict[int, str]:
-    """Code -> name, of codes that have names by their regions alone: that of the region with no
-    other code, or else that it is a code of the smallest region."""
-    names = {0: "background"}
-    smallest_first = sorted(regions, key=lambda name: len(regions[name]))
-    for name in smallest_first:
-        for code in regions[name]:
-            words = name if len(regions[name]) == 1 else f"code {code} of {name}"
-            names.setdefault(code, words)
-    return dict(sorted(names.items()))
-
-
 # --- Private helpers ---
 
 
@@ -167,29 +155,32 @@ def _described(path: Path, mtime_ns: int) -> Description:
 def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -> Description:
     """The description with its labels in either direction, regions of several codes, and the label
     to be ignored. Raises ValueError for other content, InputError for what contradicts itself."""
-    if not labels:
-        return about
-    if not any(isinstance(value, (int, list)) for value in labels.values()):
-        return replace(about, labels=_names_by_code(labels))
-    codes_of = {name: _region_codes(value) for name, value in labels.items()}
+    codes_of: Dict[str, Tuple[int, ...]] = {}
+    for name, value in labels.items():
+        if isinstance(value, str):  # the Decathlon's way: code -> name
+            name, value = value, int(name)
+        codes = value if isinstance(value, list) else [value]
+        are_codes = all(type(code) is int and 0 <= code <= 255 for code in codes)
+        if not name or name in codes_of or not codes or not are_codes:
+            raise ValueError("a code out of range, or a name twice")
+        codes_of[name] = tuple(sorted(set(codes)))
     ignored = codes_of.pop(IGNORE, ())
-    if len(ignored) > 1 or any({*ignored} & {*codes} for codes in codes_of.values()):
-        raise ValueError("several codes to be ignored, or one of another name")
-    ignore = ignored[0] if ignored else None
     regions = {name: codes for name, codes in codes_of.items() if codes != (0,)}
     background = [name for name in codes_of if name not in regions]
-    if not regions or len(background) > 1 or any(0 in codes for codes in regions.values()):
-        raise ValueError("no label, or a background of two names or within a region")
-    has_regions = any(len(codes) > 1 for codes in regions.values())
-    if not has_regions and len(set(regions.values())) < len(regions):
+    held = [code for codes in regions.values() for code in codes]
+    has_regions = len(held) > len(regions)
+    is_double = not has_regions and len(set(held)) < len(held)
+    if len(ignored) > 1 or {*ignored} & {0, *held} or is_double:
         raise ValueError("a code of two names")
-    names = names_of_codes(regions)
-    if background:
-        names[0] = background[0]
-    if ignore is not None:
-        names[ignore] = IGNORE
-    by_code = _names_by_code({str(code): name for code, name in names.items()})
-    about = replace(about, labels=by_code, ignore=ignore)
+    if labels and (not regions or len(background) > 1 or 0 in held or "background" in regions):
+        raise ValueError("no label, or a background of two names or within a region")
+    names = _names_of_codes(regions)
+    for name in background:
+        names[0] = name
+    for code in ignored:
+        names[code] = IGNORE
+        about = replace(about, ignore=code)
+    about = replace(about, labels=dict(sorted(names.items())) if labels else {})
     if not has_regions:
         return about
     if class_order and len(class_order) != len(regions):
@@ -198,28 +189,16 @@ def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -
     return replace(about, regions=regions, class_order=tuple(class_order or ()))
 
 
-def _names_by_code(labels: Dict[str, Any]) -> Dict[int, str]:
-    """Code -> name. Raises ValueError for other content."""
-    try:
-        named = msgspec.convert(labels, Dict[int, str], str_keys=True)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-    codes = {0: "background", **dict(sorted(named.items()))}
-    is_in_range = min(codes) >= 0 and max(codes) <= 255
-    is_named = all(codes.values())
-    if len(set(codes.values())) < len(codes) or not is_in_range or not is_named or len(codes) < 2:
-        raise ValueError("labels")
-    return codes
-
-
-def _region_codes(value: Any) -> Tuple[int, ...]:
-    """The codes of a label, a number, or of a region, a list of numbers, ascending. Raises
-    ValueError for others."""
-    codes = value if isinstance(value, list) else [value]
-    are_numbers = all(type(code) is int and 0 <= code <= 255 for code in codes)
-    if not codes or not are_numbers or len(set(codes)) < len(codes):
-        raise ValueError("codes")
-    return tuple(sorted(codes))
+def _names_of_codes(regions: Regions) -> Dict[int, str]:
+    """Code -> name: that of the region with no other code, or else that it is a code of the
+    smallest region."""
+    names = {0: "background"}
+    smallest_first = sorted(regions, key=lambda name: len(regions[name]))
+    for name in smallest_first:
+        for code in regions[name]:
+            words = name if len(regions[name]) == 1 else f"code {code} of {name}"
+            names.setdefault(code, words)
+    return names
 
 
 def _read(path: Path) -> _Content:

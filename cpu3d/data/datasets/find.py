@@ -16,7 +16,6 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.dataset_json import describing
 from cpu3d.data.datasets.names import (
-    channel_key,
     folders_with_volumes,
     ids_of_cases,
     name_of,
@@ -128,6 +127,19 @@ class _Search:
             self._refuse(folder or paths[0], "a segmentation alone")
             return
         self.found.unread += [path for path in paths if path not in read]
+        try:
+            self._add_cases(with_channels, named, unnamed, folder)
+        except InputError as error:  # of a dataset.json
+            self.found.problems += error.problems
+
+    def _add_cases(
+        self,
+        with_channels: Sequence[Path],
+        named: Sequence[Path],
+        unnamed: Sequence[Path],
+        folder: Optional[Path],
+    ) -> None:
+        """Add the cases of 4D files, and of 3D files whose names tell their channel or do not."""
         for path in with_channels:
             self._add_alone(path)
         if named and unnamed:
@@ -168,11 +180,7 @@ class _Search:
 
     def _add_alone(self, path: Path) -> None:
         """Add a case whose channels are the volumes of one file."""
-        try:
-            about = describing(path)
-        except InputError as error:
-            self.found.problems += error.problems
-            return
+        about = describing(path)
         self._append(stem_of(path), [path], about.channels if about else ())
 
     def _are_channels(self, paths: Sequence[Path]) -> bool:
@@ -189,12 +197,8 @@ class _Search:
         return not self.alone or max(told) < count
 
     def _order_at(self, image: Path) -> Tuple[str, ...]:
-        """The channels that nnU-Net's numbers count; those that are given if no dataset.json, or
-        one that is refused later, tells them."""
-        try:
-            about = describing(image)
-        except InputError:
-            about = None
+        """The channels that nnU-Net's numbers count."""
+        about = describing(image)
         return about.channels if about else self.channels
 
     def _add_groups(self, paths: Sequence[Path]) -> None:
@@ -213,27 +217,23 @@ class _Search:
         """Add a case with one file for each channel."""
         mend = "repair the case or leave it out"
         where = f"case {case_id} in {folder} must have"
-        known = {channel_key(channel): channel for channel in self.channels}
         by_channel: Dict[str, List[str]] = defaultdict(list)
-        images = []
-        order: Tuple[str, ...] = ()
-        for path in sorted(files, key=lambda path: read_name(path).number or 0):
+        files = sorted(files)
+        for path in files:
             name = read_name(path, self.channels)
             channel = str(name.channel)
             if name.number is not None:
-                about = describing(path)
-                order = about.channels if about else self.channels
-                if about is None and len(order) > 1 and case_id not in self.found.numbered:
-                    self.found.numbered.append(case_id)
+                order = self._order_at(path)
                 if name.number >= len(order):
                     rule = f"{where} files of the channels 0 to {len(order) - 1}"
                     raise InputError(f"{rule}, {', '.join(order)}, got {path.name}; {mend}")
                 channel = order[name.number]
-            by_channel[known.get(channel_key(channel), channel)].append(path.name)
-            images.append(path)
+                if describing(path) is None and len(order) > 1:
+                    self.found.numbered.append(case_id)
+            by_channel[channel].append(path.name)
         raise_if_any(
             f"{where} one file for {channel}, got {', '.join(names)}; {mend}"
             for channel, names in by_channel.items()
             if len(names) != 1
         )
-        self._append(case_id, images, list(by_channel))
+        self._append(case_id, files, list(by_channel))

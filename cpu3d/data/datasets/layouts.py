@@ -29,7 +29,7 @@ from cpu3d.data.datasets.names import (
     stem_of,
     volumes_in,
 )
-from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
+from cpu3d.data.datasets.patients import TABLE, patient_of, read_patients
 from cpu3d.errors import InputError, raise_if_any
 
 
@@ -123,9 +123,6 @@ def read_dataset(
     rules = {}
     for case_id in ids:
         patient_ids[case_id], rules[case_id] = patient_of(case_id)
-    # A first scan may have its patient's name alone, of whom others tell the time point.
-    rule_of = {patient_ids[name]: rule for name, rule in rules.items() if rule != UNKNOWN}
-    rules = {case_id: rule_of.get(case_id, rule) for case_id, rule in rules.items()}
     if patients is not None:
         patient_ids = read_patients(patients, ids)
         check_printable(f"--patients {patients}", patient_ids.values())

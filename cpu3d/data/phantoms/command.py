@@ -94,20 +94,6 @@ class Drawing:
             return labels
         return {**labels, max(labels) + 1: IGNORE}
 
-    @property
-    def about(self) -> Tuple[str, str]:
-        """The name and the description of the data set."""
-        name = "BRATS phantom"
-        shown = "Made-up gliomas in made-up brains"
-        if self.kind == "ct":
-            name = "CT phantom"
-            shown = "Made-up livers in made-up bodies"
-        description = f"{shown}, for trials of the software; no patient's data"
-        if self.annotate_every > 1:
-            name += f", every {self.annotate_every}th slice"
-            description += f". Of {self.annotate_every} axial slices one is annotated"
-        return name, description
-
 
 def write_phantom(
     out: Union[str, Path],
@@ -161,12 +147,16 @@ def _write_case(out: Path, drawing: Drawing, index: int) -> None:
 
 def _dataset_json(cases: int, drawing: Drawing) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
-    name, description = drawing.about
+    name = "BRATS phantom"
+    shown = "Made-up gliomas in made-up brains"
+    if drawing.kind == "ct":
+        name = "CT phantom"
+        shown = "Made-up livers in made-up bodies"
     channels = drawing.channels
     files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": name,
-        "description": description,
+        "description": f"{shown}, for trials of the software; no patient's data",
         "tensorImageSize": "4D" if len(channels) > 1 else "3D",
         "modality": {str(index): channel for index, channel in enumerate(channels)},
         "labels": {str(code): label for code, label in drawing.labels.items()},

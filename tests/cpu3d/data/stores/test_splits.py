@@ -168,7 +168,6 @@ def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patien
 def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(dataset):
     found = read_dataset(dataset("UCSF-PDGM-0001", "UCSF-PDGM-0001_FU002d", "UCSF-PDGM-0002"))
     assert [case.patient_id for case in found.cases] == [f"UCSF-PDGM-000{n}" for n in (1, 1, 2)]
-    assert [rule == UNKNOWN for rule in found.patient_rules.values()] == [False, False, True]
 
 
 def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
