@@ -10,11 +10,8 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import queue
-import threading
-import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, Union
 
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import settings_by_name
@@ -35,8 +32,8 @@ SCALARS = {
 # them.
 DERIVED = {field.name for field in dataclasses.fields(StoreFacts)} - {"store", "split_hash"}
 DERIVED.add("init_record")
-PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 
+Parameters = Dict[str, Union[str, float, bool]]
 Track = Callable[[Mapping[str, Any]], None]
 
 
@@ -50,21 +47,30 @@ def require_mlflow() -> None:
 @contextlib.contextmanager
 def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
     """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or
-    database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
-    stops with one line on stderr when MLflow fails."""
-    sinks: List[Union[_TensorBoard, _Mlflow]] = [_TensorBoard(run, config)]
-    if mlflow:
-        sinks.append(_Mlflow(run, config, mlflow))
+    database; "" is none. When MLflow fails, nothing more is sent to it, with one line on stderr;
+    the training goes on."""
+    import tensorflow as tf
+    from tensorboard.plugins.hparams import api
+
+    named = parameters(config)
+    writer = tf.summary.create_file_writer(str(run / "tensorboard"))
+    with writer.as_default(step=0):
+        api.hparams(named, trial_id=run.resolve().name)
+    server = _Mlflow(mlflow)
+    server.call(_open_run, run, named, mlflow)
 
     def track(event: Mapping[str, Any]) -> None:
-        for sink in sinks:
-            sink.track(event)
+        values = scalars(event)
+        with writer.as_default(step=event["step"]):
+            for name, value in values.items():
+                tf.summary.scalar(name, value)
+        server.call(_log_metrics, values, event["step"])
 
     try:
         yield track
     finally:
-        for sink in sinks:
-            sink.close()
+        writer.close()
+        server.call(_end_run)
 
 
 def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
@@ -78,10 +84,10 @@ def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
     return named
 
 
-def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
+def parameters(config: RunConfig) -> Parameters:
     """The settings of a run by name; a tuple as its elements with spaces between. Empty ones are
     left out."""
-    named: Dict[str, Union[str, float, bool]] = {}
+    named: Parameters = {}
     for name, value in settings_by_name(config).items():
         if isinstance(value, (tuple, list)):
             value = " ".join(map(str, value))
@@ -94,75 +100,48 @@ def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
 # --- Private helpers ---
 
 
-class _TensorBoard:
-    def __init__(self, run: Path, config: RunConfig):
-        import tensorflow as tf
-        from tensorboard.plugins.hparams import api
-
-        self._summary = tf.summary
-        self._writer = tf.summary.create_file_writer(str(run / "tensorboard"))
-        with self._writer.as_default(step=0):
-            api.hparams(parameters(config), trial_id=run.resolve().name)
-
-    def track(self, event: Mapping[str, Any]) -> None:
-        with self._writer.as_default(step=event["step"]):
-            for name, value in scalars(event).items():
-                self._summary.scalar(name, value)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class _Mlflow:
-    """A run in MLflow for all attempts of a run: run/mlflow.json has its id."""
+    """Calls MLflow, until a call fails."""
 
-    def __init__(self, run: Path, config: RunConfig, uri: str):
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # short, for the thread below
+    def __init__(self, uri: str):
+        self._answers = bool(uri)
+        # Short, as the training waits.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        self._run = run
-        self._config = config
-        self._uri = uri
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
+        os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "cpu3d")
 
-    def track(self, event: Mapping[str, Any]) -> None:
-        if self._thread.is_alive():
-            self._events.put(event)
-
-    def close(self) -> None:
-        self._events.put(None)
-        self._thread.join(PATIENCE_S)
-        if self._thread.is_alive():
-            say(f"warning: MLflow did not get all within {PATIENCE_S:g} s of the end")
-
-    def _work(self) -> None:
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        if not self._answers:
+            return
         try:
-            self._send()
+            function(*arguments)
         except Exception as error:  # of the server or the client
+            self._answers = False
             why = without_passwords(f"{type(error).__name__}: {error}".partition("\n")[0][:300])
             say(f"warning: nothing more is sent to MLflow: {why}; the training continues")
 
-    def _send(self) -> None:
-        from mlflow.tracking import MlflowClient
 
-        client = MlflowClient(self._uri)
-        from mlflow.entities import Metric, Param
+def _open_run(run: Path, named: Parameters, uri: str) -> None:
+    """Open the run in MLflow of all attempts of a run: run/mlflow.json has its id."""
+    import mlflow
 
-        noted = self._run / "mlflow.json"
-        if noted.is_file():
-            run_id = read_json(noted)["run_id"]
-        else:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cpu3d")
-            experiment = client.get_experiment_by_name(name)
-            place = experiment.experiment_id if experiment else client.create_experiment(name)
-            run_id = client.create_run(place, run_name=self._run.resolve().name).info.run_id
-            params = [Param(name, str(value)) for name, value in parameters(self._config).items()]
-            client.log_batch(run_id, params=params)
-            write_json(noted, {"run_id": run_id})
-        for event in iter(self._events.get, None):
-            now = int(1000 * time.time())
-            values = scalars(event).items()
-            metrics = [Metric(name, float(value), now, event["step"]) for name, value in values]
-            client.log_batch(run_id, metrics=metrics)
-        client.set_terminated(run_id)
+    mlflow.set_tracking_uri(uri)
+    noted = run / "mlflow.json"
+    if noted.is_file():
+        mlflow.start_run(read_json(noted)["run_id"])
+        return
+    opened = mlflow.start_run(run_name=run.resolve().name)
+    mlflow.log_params(named)
+    write_json(noted, {"run_id": opened.info.run_id})
+
+
+def _log_metrics(values: Mapping[str, float], step: int) -> None:
+    import mlflow
+
+    mlflow.log_metrics(values, step=step)
+
+
+def _end_run() -> None:
+    import mlflow
+
+    mlflow.end_run()
