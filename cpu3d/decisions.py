@@ -142,7 +142,7 @@ def _levels(
         return depth, settings.unet.strides, {}
     if settings.init:
         source = network_of_init(settings.init)
-        if source is not None and (is_open or source.depth == depth):
+        if is_open or source.depth == depth:
             line = strides_line(source.every_stride, f"those of --init {settings.init}")
             return source.depth, source.strides, {"strides": line}
     extent = grid_size(store, extent=settings.extent, multiple=1)

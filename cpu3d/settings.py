@@ -261,7 +261,6 @@ class InitRecord:
     new_channels: Tuple[str, ...]
     regions: Tuple[str, ...]  # of this run, whose heads were taken
     new_regions: Tuple[str, ...]
-    are_named: bool  # whether the names are known; else channels and regions were taken in order
     seen: Optional[bool]
     """Whether those weights were trained on patients that this run holds out; None if that is not
     known."""

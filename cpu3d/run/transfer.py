@@ -9,7 +9,6 @@ head its columns to regions: they are matched by these names. A new channel is z
 that the network answers as it did before; a new region is fresh. Of a first convolution that shares
 no channel all is fresh. No TensorFlow."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
@@ -21,23 +20,23 @@ from cpu3d.data.datasets.names import channel_key
 from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.run.checkpoint import BEST, DamagedCheckpointError, weights_file
+from cpu3d.run.checkpoint import BEST, SavedArrays, weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.run.trained_weights import RunWeights, run_weights
+from cpu3d.run.trained_weights import run_weights
 from cpu3d.settings import InitRecord, RunConfig
 from cpu3d.util.records import count, listed
-from memory_estimator.common.files import typed
 from models.config import UNetConfig
 from models.strides import strides_text
-from models.weights import Weight, is_frozen, network_weights
+from models.weights import is_frozen, network_weights
 
-NAMED = "name a run that `train` has written, or one of its .npz files of weights"
-KERAS = (".h5", ".hdf5", ".keras")
 OF_RUN = ("channels", "outputs", "seed", "dtype", "policy", "deep_supervision")
 """Settings of the network that may differ: they change no layer that both networks have, but for
 the first convolution and the heads."""
 DIGITS = 12  # of a SHA-256 that are shown
 SEEN = "held-out cases"  # the name of the row on what weights have seen
+
+Pairs = List[Tuple[int, int]]
+"""The index of a channel or region in the new run, and in the other one."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Transfer:
     """The weights of another run as a new run takes them."""
 
     record: InitRecord
-    _weights: RunWeights
+    _arrays: SavedArrays
     _pieces: Mapping[str, "_Piece"]  # by the name of the new run's array
 
     def first(self, name: str, fresh: Array) -> Array:
@@ -54,7 +53,25 @@ class Transfer:
         piece = self._pieces.get(name)
         if piece is None:
             return fresh
-        return piece.placed(self._weights.arrays[piece.array], fresh)
+        saved = self._arrays[piece.array]
+        if piece.axis is None:
+            return saved
+        made = np.zeros_like(fresh) if piece.zeroes else fresh.copy()
+        source = np.moveaxis(saved, piece.axis, 0)
+        target = np.moveaxis(made, piece.axis, 0)  # a view
+        for here, there in piece.pairs:
+            target[here] = source[there]
+        return made
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one array of a new run takes from one of another."""
+
+    array: str  # name of the latter
+    axis: Optional[int] = None  # of channels or regions; None if all is taken
+    pairs: Sequence[Tuple[int, int]] = ()  # along that axis
+    zeroes: bool = False  # whether the other indices become zero
 
 
 def open_transfer(config: RunConfig) -> Transfer:
@@ -63,44 +80,58 @@ def open_transfer(config: RunConfig) -> Transfer:
 
     Raises InputError if they are missing or damaged, and for another network, naming what differs.
     """
-    source = _found(Path(config.init))
-    old = source.config
-    if old is None:
-        old = dataclasses.replace(config, freeze="none")
+    file, old = _found(Path(config.init))
     raise_if_any(_differences(old.unet, config.unet, config.init))
-    weights = _opened(source, old)
-    pieces, of_layers = _matched(old, config, weights)
-    channels = [here for here, _ in _channel_places(config, old)]
-    regions = [here for here, _ in _region_places(config, old)]
+    weights = run_weights(old, file)
+    channels = _pairs(list(map(channel_key, config.channels)), list(map(channel_key, old.channels)))
+    regions = _pairs(list(map(str.casefold, config.regions)), list(map(str.casefold, old.regions)))
     new_channels = _others(config.channels, channels)
     new_regions = _others(config.regions, regions)
     if new_channels and config.freeze != "none":
-        rule = f"--freeze {config.freeze} must come with channels that the weights know"
+        rule = f"--freeze {config.freeze} must come with channels that the weights were trained on"
         todo = "leave it out, so that the first layers learn to use them"
         raise InputError(f"{rule}, got new {listed(new_channels)}; {todo}")
+    saved = {
+        (weight.layer, weight.name): array
+        for weight, array in zip(network_weights(old.unet), weights.names)
+    }
+    pieces: Dict[str, _Piece] = {}
+    is_taken: Dict[str, bool] = {}  # by layer
+    for weight in network_weights(config.unet):
+        is_taken.setdefault(weight.layer, False)
+        array = saved.get((weight.layer, weight.name))
+        if array is None:  # of a head that only one of the networks has
+            continue
+        piece = _Piece(array)
+        if weight.channel_axis is not None:
+            piece = _Piece(array, weight.channel_axis, channels, zeroes=bool(channels))
+        elif weight.region_axis is not None:
+            piece = _Piece(array, weight.region_axis, regions)
+        if piece.axis is None or piece.pairs:
+            pieces[weight.array] = piece
+            is_taken[weight.layer] = True
+    split_hash = weights.state["split_hash"]
     record = InitRecord(
-        file=str(source.file),
+        file=str(file),
         sha256=weights.arrays.sha256(),
         step=weights.state["step"],
-        split_hash=weights.state["split_hash"],
-        layers=len(of_layers),
-        fresh_layers=tuple(layer for layer, is_taken in of_layers.items() if not is_taken),
+        split_hash=split_hash,
+        layers=len(is_taken),
+        fresh_layers=tuple(layer for layer in is_taken if not is_taken[layer]),
         channels=tuple(name for name in config.channels if name not in new_channels),
         new_channels=new_channels,
         regions=tuple(name for name in config.regions if name not in new_regions),
         new_regions=new_regions,
-        are_named=source.config is not None,
-        seen=_has_seen(config, source.config, weights.state["split_hash"]),
-        warnings=_other_inputs(config, old),
+        seen=_has_seen(config, old, split_hash),
+        warnings=_other_inputs(config, old, channels),
     )
-    return Transfer(record, weights, pieces)
+    return Transfer(record, weights.arrays, pieces)
 
 
-def network_of_init(init: str) -> Optional[UNetConfig]:
-    """The network whose weights a run with `init` starts from; None for a file alone, of which it
-    is not known. Raises InputError if there are no weights."""
-    source = _found(Path(init))
-    return source.config.unet if source.config else None
+def network_of_init(init: str) -> UNetConfig:
+    """The network whose weights a run with `init` starts from. Raises InputError if there are no
+    weights."""
+    return _found(Path(init))[1].unet
 
 
 def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
@@ -111,16 +142,11 @@ def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
         taken = record.layers - len(record.fresh_layers)
         layers = f"{taken} of {record.layers}; fresh: {listed(record.fresh_layers)}"
     first = "zero at first" if record.channels else "fresh"
-    channels = _kept_and_new(record.channels, record.new_channels, first)
-    regions = _kept_and_new(record.regions, record.new_regions, "fresh")
-    if not record.are_named:
-        channels = f"{len(record.channels)} in their order, as there is no config.json to name them"
-        regions = f"{len(record.regions)} in their order"
     rows = [
         ("weights", weights),
         ("layers", layers),
-        ("channels", channels),
-        ("regions", regions),
+        ("channels", _kept_and_new(record.channels, record.new_channels, first)),
+        ("regions", _kept_and_new(record.regions, record.new_regions, "fresh")),
         (SEEN, seen_words(record)),
     ]
     return rows + [("warning", words) for words in record.warnings]
@@ -165,63 +191,20 @@ def seen_words(record: InitRecord) -> str:
     return "these weights are of the same split: they were trained on none of their patients"
 
 
-# --- Private helpers: the source ---
+# --- Private helpers ---
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Weights that were named."""
-
-    file: Path
-    run: Optional[Path] = None  # None for a file that lies elsewhere, of which nothing is known
-    config: Optional[RunConfig] = None  # of that run
-
-
-def _found(path: Path) -> _Source:
-    """The best weights of a run, else its last; or a file."""
+def _found(path: Path) -> Tuple[Path, RunConfig]:
+    """The best weights of a run, else its last, or a file of them; and the run's settings."""
     if path.is_dir():
         config = load_config(path)
         weights = "best" if (path / "checkpoints" / BEST).is_file() else "last"
-        return _Source(weights_file(path, weights), path, config)
-    rule = f"init {path} must be a run or a file of weights"
-    if not path.is_file():
-        raise InputError(f"{rule}, found none; {NAMED}")
-    if path.suffix.lower() in KERAS:
-        todo = "load it in Python and train it with `fit` (docs/training.md), or " + NAMED
-        raise InputError(f"{rule}, got one of Keras, without names of channels; {todo}")
-    run = _run_of(path)
-    return _Source(path, run, load_config(run) if run else None)
-
-
-def _run_of(file: Path) -> Optional[Path]:
-    """The run of a file of weights, which may be gone."""
-    folder = file.parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    return folder if (folder / "config.json").is_file() else None
-
-
-def _opened(source: _Source, config: RunConfig) -> RunWeights:
-    """The weights in a file, all of which are finite; `config` is of their run, or for a file
-    without one of the new run, whose shapes they must have then."""
-    path = source.file
-    rule = f"init {path} must be whole weights that `train` has written"
-    try:
-        weights = run_weights(config, path)
-        typed(weights.state.get("step"), int, "step")
-        typed(weights.state.get("split_hash"), str, "split_hash")
-    except (DamagedCheckpointError, ValueError):
-        raise InputError(f"{rule}, got a damaged or another file; {NAMED}") from None
-    except InputError:
-        if source.config:
-            raise
-        rule = f"init {path}, a file alone, must have the shapes of this run's weights"
-        todo = "put the config.json of its run beside it, which has names, or name that run"
-        raise InputError(f"{rule}, got others; {todo}") from None
-    for name in weights.names:
-        if not np.isfinite(weights.arrays[name]).all():
-            raise InputError(f"{rule}, got some in {name} that are not finite; {NAMED}")
-    return weights
+        return weights_file(path, weights), config
+    for run in (path.parent, path.parent.parent):
+        if path.is_file() and (run / "config.json").is_file():
+            return path, load_config(run)
+    rule = f"init {path} must be a run, or a file of weights with its run's config.json"
+    raise InputError(f"{rule}, found none; name a run that `train` has written")
 
 
 def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
@@ -244,110 +227,42 @@ def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
     return [f"{rule}, got {listed(differing)}; give the same settings, or leave --init out"]
 
 
-def _has_seen(new: RunConfig, old: Optional[RunConfig], split_hash: str) -> Optional[bool]:
-    """Whether weights of a run `old`, None for a file alone, were trained on cases that `new` holds
-    out. Known only of runs of the same split, with the weights that they started from."""
-    if old is None or split_hash != new.split_hash:
+def _has_seen(new: RunConfig, old: RunConfig, split_hash: str) -> Optional[bool]:
+    """Whether weights of the run `old` were trained on cases that `new` holds out. Known only of
+    runs of the same split, with the weights that they started from."""
+    if split_hash != new.split_hash:
         return None
     if old.fold != new.fold:
         return True
     return False if old.init_record is None else old.init_record.seen
 
 
-# --- Private helpers: what is taken ---
+def _pairs(new: Sequence[str], old: Sequence[str]) -> Pairs:
+    """The indices of each name that both have."""
+    return [(index, old.index(name)) for index, name in enumerate(new) if name in old]
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """What one array of a new run takes from one of another."""
-
-    array: str  # name of the latter
-    axis: Optional[int] = None  # along which places are picked; None if all is taken
-    places: Sequence[Tuple[int, int]] = ()  # along it: here, and in the other array
-    zeroes: bool = False  # whether the other places become zero
-
-    def placed(self, saved: Array, fresh: Array) -> Array:
-        """The first values of the new array."""
-        if self.axis is None:
-            return saved
-        made = np.zeros_like(fresh) if self.zeroes else fresh.copy()
-        source = np.moveaxis(saved, self.axis, 0)
-        target = np.moveaxis(made, self.axis, 0)  # a view
-        for here, there in self.places:
-            target[here] = source[there]
-        return made
+def _others(names: Sequence[str], pairs: Pairs) -> Tuple[str, ...]:
+    """The names without a pair."""
+    shared = [here for here, _ in pairs]
+    return tuple(name for index, name in enumerate(names) if index not in shared)
 
 
-def _matched(
-    old: RunConfig, new: RunConfig, weights: RunWeights
-) -> Tuple[Dict[str, _Piece], Dict[str, bool]]:
-    """The pieces by the names of the new run's arrays; and layer -> whether any of it is taken."""
-    saved = dict(zip(_keys(network_weights(old.unet)), weights.names))
-    channels = _channel_places(new, old)
-    regions = _region_places(new, old)
-    pieces: Dict[str, _Piece] = {}
-    of_layers: Dict[str, bool] = {}
-    needed = network_weights(new.unet)
-    for key, weight in zip(_keys(needed), needed):
-        of_layers.setdefault(weight.layer, False)
-        array = saved.get(key)
-        if array is None:  # of a head that only one of the networks has
-            continue
-        piece = _Piece(array)
-        if weight.channel_axis is not None:
-            piece = _Piece(array, weight.channel_axis, channels, zeroes=bool(channels))
-        elif weight.region_axis is not None:
-            piece = _Piece(array, weight.region_axis, regions)
-        if piece.axis is None or piece.places:
-            pieces[weight.array] = piece
-            of_layers[weight.layer] = True
-    return pieces, of_layers
-
-
-def _keys(weights: Sequence[Weight]) -> List[Tuple[str, str]]:
-    """By which the weights of two networks are matched."""
-    return [(weight.layer, weight.name) for weight in weights]
-
-
-def _channel_places(new: RunConfig, old: RunConfig) -> List[Tuple[int, int]]:
-    """The places of each channel that both have, whose names are compared as everywhere."""
-    return _places([*map(channel_key, new.channels)], [*map(channel_key, old.channels)])
-
-
-def _region_places(new: RunConfig, old: RunConfig) -> List[Tuple[int, int]]:
-    """The places of each region that both have, whatever the case of its name."""
-    return _places([*map(str.casefold, new.regions)], [*map(str.casefold, old.regions)])
-
-
-def _places(new: Sequence[str], old: Sequence[str]) -> List[Tuple[int, int]]:
-    """The places of each name that both have."""
-    return [(place, old.index(name)) for place, name in enumerate(new) if name in old]
-
-
-def _others(names: Sequence[str], places: Sequence[int]) -> Tuple[str, ...]:
-    """The names at other places."""
-    return tuple(name for place, name in enumerate(names) if place not in places)
-
-
-def _other_inputs(new: RunConfig, old: RunConfig) -> Tuple[str, ...]:
-    """What of the images is not as the weights know it: the normalisation of a channel that both
-    have, and the size of voxels that cases are resampled to."""
+def _other_inputs(new: RunConfig, old: RunConfig, channels: Pairs) -> Tuple[str, ...]:
+    """What of the images is not as the weights were trained on: the normalisation of a channel
+    that both have, and the size of voxels that cases are resampled to."""
     lines = []
-    here = of_all(new.normalisation_of(new.channels), len(new.channels))
-    there = of_all(old.normalisation_of(old.channels), len(old.channels))
-    for place, before in _channel_places(new, old):
-        if here[place] != there[before]:
-            words = f"{here[place].words}, the weights know {there[before].words}"
-            lines.append(f"channel {new.channels[place]} is normalised by {words}")
+    kinds = of_all(new.normalisation_of(new.channels), len(new.channels))
+    old_kinds = of_all(old.normalisation_of(old.channels), len(old.channels))
+    for here, there in channels:
+        if kinds[here] != old_kinds[there]:
+            words = f"{kinds[here].words}, the weights were trained on {old_kinds[there].words}"
+            lines.append(f"channel {new.channels[here]} is normalised by {words}")
     if new.target_spacing_mm != old.target_spacing_mm:
-        known = in_mm(old.target_spacing_mm)
-        lines.append(
-            f"the store's spacing is {in_mm(new.target_spacing_mm)}, the weights know {known}"
-        )
+        trained = in_mm(old.target_spacing_mm)
+        words = f"{in_mm(new.target_spacing_mm)}, the weights were trained on {trained}"
+        lines.append(f"the store's spacing is {words}")
     return tuple(lines)
-
-
-# --- Private helpers: words ---
 
 
 def _kept_and_new(kept: Sequence[str], new: Sequence[str], first: str) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
@@ -16,15 +15,13 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 from cpu3d.experiments.folds import train_folds
-from cpu3d.inference.predictor import load_predictor
 from cpu3d.plan import make_plan
 from cpu3d.report.report import write_report
-from cpu3d.run.checkpoint import load_checkpoint, newest, save_checkpoint, weights_file
+from cpu3d.run.checkpoint import newest, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
-from models.strides import strides_text
 from models.weights import network_weights
 from tests.cpu3d.runs import (
     HOST,
@@ -113,24 +110,8 @@ def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_
 
 
 def test_a_file_of_weights_is_taken_as_its_run_is(phantom_store, source, tmp_path):
-    plan, _, first, _ = started(phantom_store, tmp_path, weights_file(source, "last"))
+    _, _, first, _ = started(phantom_store, tmp_path, weights_file(source, "last"))
     assert_same(first, of_run(source, "last"))
-    assert plan.config.init_record.are_named
-
-
-def test_a_file_that_lies_elsewhere_is_taken_in_order_if_all_shapes_are_the_same(
-    phantom_store, source, tmp_path
-):
-    copied = shutil.copy(weights_file(source, "best"), tmp_path / "w.npz")
-    plan, _, first, _ = started(phantom_store, tmp_path / "run", copied)
-    assert_same(first, of_run(source))
-    assert not plan.config.init_record.are_named
-    assert plan.config.init_record.seen is None
-    with pytest.raises(InputError, match=r"alone.*config\.json"):
-        started(phantom_store, tmp_path / "run", copied, channels=["FLAIR"])
-    shutil.copy(source / "config.json", tmp_path)
-    plan, *_ = started(phantom_store, tmp_path / "run", copied, channels=["FLAIR"])
-    assert plan.config.init_record.are_named
 
 
 def volume(seed, config):
@@ -152,13 +133,12 @@ def test_channels_and_regions_in_another_order_give_the_same_answers(
     )
 
 
-@pytest.mark.parametrize("network", [{}, {"residual": True}], ids=["plain", "residual"])
 def test_a_new_channel_changes_no_answer_at_first_and_a_new_region_is_fresh(
-    phantom_store, source, tmp_path, network
+    phantom_store, tmp_path
 ):
-    if network:
-        config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **network})
-        source = written_weights(config, tmp_path / "source")
+    network = {"residual": True}  # whose blocks see the channels twice
+    config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **network})
+    source = written_weights(config, tmp_path / "source")
     _, same, _, _ = started(phantom_store, tmp_path / "a", source, **network)
     more = {"channels": ["T2w", *CHANNELS], "regions": ["WT", "ET", "TC"], **network}
     plan, learner, first, fresh = started(phantom_store, tmp_path / "b", source, **more)
@@ -201,18 +181,10 @@ def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, tmp_pat
 # --- What stays ---
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"optimizer": "muon", "norm": "batch", "batch": 2},
-        {"optimizer": "sgd", "batch": 2, "micro_batch": 1, "residual": True},
-    ],
-    ids=["muon, batch norm", "sgd, in parts"],
-)
 def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
-    phantom_store, tmp_path, monkeypatch, settings
+    phantom_store, tmp_path, monkeypatch
 ):
-    settings = {**OPTIONS, **settings}
+    settings = {**OPTIONS, "norm": "batch", "batch": 2}
     config = decided(phantom_store, tmp_path / "none", **settings)
     source = written_weights(config, tmp_path / "source")
     new = {**settings, "steps": 3, "init": str(source), "freeze": "encoder"}
@@ -221,10 +193,6 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     last = of_run(tmp_path / "whole", "last")
     stays = {key: np.array_equal(last[key], old[key]) for key in old}
     assert stays == {key: key[0].startswith("encoder") for key in old}
-    config = load_config(tmp_path / "whole")
-    assert config.freeze == "encoder"
-    predictor = load_predictor(tmp_path / "whole", "last")
-    assert_same(by_name(config, predictor.weights), last)
 
 
 def test_freezing_needs_weights_to_start_from_that_know_all_channels(
@@ -278,39 +246,19 @@ def test_a_run_that_has_begun_keeps_its_start(phantom_store, source, tmp_path):
     assert train(phantom_store.folder, run, settings={"steps": 3}).init == str(source)
 
 
-def test_a_path_is_kept_as_seen_from_everywhere(phantom_store, source, tmp_path, monkeypatch):
-    monkeypatch.chdir(source.parent)
-    plan = make_plan(phantom_store, tmp_path, HOST, {**OF_SOURCE, "init": source.name})
-    assert plan.config.init == plan.chosen["init"] == str(source)
-
-
 # --- What is refused ---
 
 
 def damaged(source, folder):
-    path = shutil.copy(weights_file(source, "best"), folder / "damaged.npz")
+    path = Path(shutil.copytree(source, folder / "damaged")) / "checkpoints" / "best.npz"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     return path
 
 
-def of_numpy(source, folder):
-    np.savez(folder / "foreign.npz", weights=np.zeros(3))
-    return folder / "foreign.npz"
-
-
-def not_finite(source, folder):
-    arrays, state = load_checkpoint(weights_file(source, "best"))
-    arrays = dict(arrays)
-    arrays["model/000"] = np.full_like(arrays["model/000"], np.nan)
-    save_checkpoint(folder / "nan.npz", arrays, state)
-    return folder / "nan.npz"
-
-
-def of_keras(source, folder):
-    (folder / "model.keras").write_bytes(b"PK")
-    return folder / "model.keras"
+def alone(source, folder):
+    return Path(shutil.copy(weights_file(source, "best"), folder))
 
 
 def empty_folder(source, folder):
@@ -318,18 +266,7 @@ def empty_folder(source, folder):
     return folder / "empty"
 
 
-SOURCES = {
-    "damaged": damaged,
-    "another program's": of_numpy,
-    "not finite": not_finite,
-    "Keras": of_keras,
-    "no run": empty_folder,
-    "nothing": lambda source, folder: folder / "nothing",
-    "text": lambda source, folder: Path(__file__),
-}
-
-
-@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("make", [damaged, alone, empty_folder])
 def test_what_are_no_weights_is_refused_in_a_line_before_anything_is_written(
     phantom_store, source, tmp_path, capsys, make
 ):
@@ -344,16 +281,11 @@ def test_what_are_no_weights_is_refused_in_a_line_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"filters": 8}, {"depth": 4}, {"network": "cicek2016"}, {"norm": "batch"}, {"residual": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"filters": 8}, {"norm": "batch"}], ids=str)
 def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp_path, settings):
     ((name, value),) = settings.items()
-    with pytest.raises(InputError, match=rf"{name} {value}") as refused:
+    with pytest.raises(InputError, match=rf"{name} {value}"):
         make_plan(phantom_store, tmp_path, HOST, {**OF_SOURCE, **settings, "init": str(source)})
-    assert len(refused.value.problems) == 1
 
 
 # --- What the weights have seen ---
@@ -364,8 +296,8 @@ def seen(store, source, folder, **settings):
     return make_plan(store, folder, HOST, chosen).config.init_record.seen
 
 
-@pytest.mark.parametrize("strides", [((2, 2, 2), (2, 2, 2)), ((2, 2, 1), (2, 2, 2))])
-def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_path, strides):
+def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_path):
+    strides = ((2, 2, 2), (2, 2, 2))
     options = {**OPTIONS, "depth": 3}
     trained = decided(phantom_store, tmp_path / "none", **options, strides=strides)
     source = written_weights(trained, tmp_path / "source")
@@ -376,9 +308,7 @@ def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_p
     other = {**options, "init": str(source), "strides": ((2, 1, 2), (2, 2, 2))}
     with pytest.raises(InputError) as error:
         make_plan(store, tmp_path / "run", HOST, other)
-    (problem,) = error.value.problems
-    for words in ("--strides 2,1,2 2,2,2", strides_text(strides), f"--init {source}"):
-        assert words in problem
+    assert "--strides 2,1,2 2,2,2" in str(error.value)
 
 
 def test_images_of_another_normalisation_than_the_weights_know_are_named(
@@ -424,16 +354,11 @@ def test_plan_status_and_report_say_what_was_taken(phantom_store, source, tmp_pa
     more = {"regions": [*REGIONS, "ET"], "freeze": "encoder", "init": str(source)}
     config = train(phantom_store.folder, run, settings={**OF_SOURCE, **more})
     printed = capsys.readouterr().err
-    assert main(["status", "--run", str(run)]) == 1  # its post-processing is not decided
-    shown = capsys.readouterr().out
-    page = write_report(run).read_text(encoding="utf-8")
-    path = str(weights_file(source, "best"))
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    main(["status", "--run", str(run)])
+    shown = capsys.readouterr().out.replace("\n", "")
+    path = weights_file(source, "best")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert config.init_record.sha256 == digest
-    for text in (printed, shown.replace("\n", ""), page):
-        assert path in text
+    for text in (printed, shown, write_report(run).read_text(encoding="utf-8")):
+        assert str(path) in text
         assert digest[:12] in text
-        assert "encoder" in text
-    for text in (printed, page):
-        assert "ET new" in text
-    assert json.loads((run / "config.json").read_text())["init_record"]["file"] == path
