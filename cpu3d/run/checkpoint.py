@@ -13,12 +13,13 @@ than the largest array. Instead of a damaged one the one before is taken."""
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
-import io
 import json
 import math
 import os
 import re
+import weakref
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,6 @@ from memory_estimator.common.files import open_regular, typed
 SCHEMA = 1
 BEST = "best.npz"
 POSTPROCESSING = "postprocessing.json"  # in the run's folder: what the best weights decide
-STATE_BYTES = 2**20  # the most that is read of a state; none has as many
 PIECE_BYTES = 2**20  # of a file, read at a time
 _STATE = "state.json"
 
@@ -53,26 +53,37 @@ class SavedArrays(Mapping[str, Array]):
     def __init__(self, path: Path):
         """Raises as `load_checkpoint`."""
         self._path = path
-        self._raw = _File(path)
-        self._buffered = io.BufferedReader(self._raw)
+        opened = open(path, "rb")  # noqa: SIM115
+        weakref.finalize(self, opened.close)
+        digest = hashlib.sha256()
+        # All of it is read once: `zipfile` would call an error of the disk a damaged file.
+        while piece := opened.read(PIECE_BYTES):
+            digest.update(piece)
+        self.sha256 = digest.hexdigest()
+        size_bytes = opened.tell()
         with self._damage():
-            self._file = file = zipfile.ZipFile(self._buffered)
-            members = file.infolist()
+            self._file = zipfile.ZipFile(opened)
+            members = self._file.infolist()
             are_packed = any(member.compress_type for member in members)
             content_bytes = sum(member.compress_size for member in members)
-            if are_packed or content_bytes > os.fstat(self._raw.fileno()).st_size:
+            if are_packed or content_bytes > size_bytes:
                 raise ValueError("a directory of another file")
-            bad = file.testzip()  # every byte against its CRC, a piece at a time
+            bad = self._file.testzip()  # every byte against its CRC, a piece at a time
             if bad:
                 raise ValueError(f"{bad} has another CRC than was written")
-            self.shapes = {name[: -len(".npy")]: self._shape_of(name) for name in file.namelist()}
+            self.shapes = {
+                name[: -len(".npy")]: self._shape_of(name) for name in self._file.namelist()
+            }
             self.state = json.loads(self[_STATE].tobytes())
-            self.schema = self.state.pop("schema")
+            schema = self.state.pop("schema")
             names = self.state.pop("names")
             del self.shapes[_STATE]
             if sorted(self) != names:
                 got = f"{len(self)} arrays"
                 raise ValueError(f"{got} instead of the {len(names)} that were written")
+        if schema != SCHEMA:
+            rule = f"checkpoint {path} must have schema {SCHEMA}"
+            raise InputError(f"{rule}, got {schema}; use the version that made it")
 
     def __getitem__(self, name: str) -> Array:
         if name not in self.shapes:
@@ -85,19 +96,6 @@ class SavedArrays(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.shapes)
-
-    def sha256(self) -> str:
-        """The SHA-256 of the whole file, as it was opened."""
-        digest = hashlib.sha256()
-        with self._damage():
-            self._buffered.seek(0)
-            for piece in iter(lambda: self._buffered.read(PIECE_BYTES), b""):
-                digest.update(piece)
-        return digest.hexdigest()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_buffered"):
-            self._buffered.close()
 
     def _shape_of(self, name: str) -> Tuple[int, ...]:
         """The shape in a member's header, which must suit the member's size."""
@@ -115,12 +113,11 @@ class SavedArrays(Mapping[str, Array]):
         memory: those do not show what the file holds."""
         try:
             yield
-        except MemoryError:
-            raise
         except Exception as error:
-            if self._raw.error:
-                self._raw.error.filename = str(self._path)
-                raise self._raw.error from None
+            # A directory with wrong positions ends in EINVAL.
+            is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+            if is_of_disk or isinstance(error, MemoryError):
+                raise
             problem = f"checkpoint {self._path} must be whole, got {error!r}"
             raise DamagedCheckpointError(f"{problem}; {how_to_go_on(self._path)}") from None
 
@@ -153,9 +150,6 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; {how_to_go_on(path)}")
     arrays = SavedArrays(path)
-    if arrays.schema != SCHEMA:
-        rule = f"checkpoint {path} must have schema {SCHEMA}"
-        raise InputError(f"{rule}, got {arrays.schema}; use the version that made it")
     return arrays, arrays.state
 
 
@@ -166,12 +160,12 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
 class Progress:
     """How far a run has got: what changes while it trains, and a checkpoint keeps."""
 
-    step: int  # steps that are done
-    best: Optional[float]  # the highest mean Dice of a validation so far
-    best_is_coarse: bool  # then the first one at full resolution replaces it at any Dice
-    owes_validation: bool
+    step: int = 0  # steps that are done
+    best: Optional[float] = None  # the highest mean Dice of a validation so far
+    best_is_coarse: bool = False  # then the first one at full resolution replaces it at any Dice
+    owes_validation: bool = False
     """Whether the run was stopped before it could validate the step it has reached."""
-    trained_s: float
+    trained_s: float = 0.0
     """Wall time of all attempts, up to the last checkpoint."""
     validated_s: float = 0.0
     """Of it, in validations, those that were broken off included."""
@@ -181,20 +175,9 @@ class Progress:
         return self.step >= steps and not self.owes_validation
 
 
-def at_the_start() -> Progress:
-    """The progress of a run that has not begun."""
-    return Progress(
-        step=0,
-        best=None,
-        best_is_coarse=False,
-        owes_validation=False,
-        trained_s=0.0,
-    )
-
-
 def progress_of(state: Mapping[str, Any]) -> Progress:
-    """The progress in a checkpoint's state, which has more. Raises ValueError if a part is missing
-    or of another type."""
+    """The progress in a checkpoint's state, which has more. Raises ValueError if a part is of
+    another type."""
     names = {field.name for field in dataclasses.fields(Progress)}
     return typed({name: state[name] for name in state if name in names}, Progress, "state")
 
@@ -232,9 +215,8 @@ def read_state(path: Path) -> Dict[str, Any]:
     """The state in a checkpoint alone, quickly; {} without a file and for one whose state is
     damaged."""
     with contextlib.suppress(Exception):  # a damaged file may raise anything
-        with os.fdopen(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-            state = io.BytesIO(archive.open(f"{_STATE}.npy").read(STATE_BYTES))
-        content = json.loads(np.lib.format.read_array(state).tobytes())
+        with os.fdopen(open_regular(path), "rb") as file:
+            content = json.loads(np.load(file)[_STATE].tobytes())
         return content if isinstance(content, dict) else {}
     return {}
 
@@ -246,41 +228,21 @@ def best_score(run: Path) -> Optional[float]:
     return best if isinstance(best, float) and math.isfinite(best) else None
 
 
-def lost_best(run: Path, checkpoint: Checkpoint) -> str:
-    """Why the best weights that a run had at its checkpoint are lost, empty if they are there: the
-    file is missing, damaged, or of other weights. Raises OSError if it could not be read, which
-    does not show what it holds."""
-    path = _folder(run) / BEST
-    known = checkpoint.state
-    shapes = checkpoint.arrays.shapes
-    network = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
-    got = ""
+def lost_best(run: Path) -> str:
+    """Why the best weights of a run cannot be read; "" if they can. Raises OSError if that does not
+    show what the file holds."""
     try:
-        arrays, state = load_checkpoint(path)
-        # A run that was killed before it could save a checkpoint has weights of a later step.
-        is_later = state.get("step", 0) > known.get("step", 0)
-        if arrays.shapes != network:
-            got = "weights of another network"
-        elif any(state.get(name) != known.get(name) for name in ("split_hash", "seed")):
-            got = "weights of another run"
-        elif not is_later and state.get("best") != known.get("best"):
-            got = f"weights with a Dice of {state.get('best')} instead of {known.get('best')}"
-    except DamagedCheckpointError:
-        got = "a damaged file"
-    except InputError:
-        got = "a file of another version" if path.is_file() else "none"
-    return f"{path} must hold the run's best weights, got {got}" if got else ""
+        load_checkpoint(_folder(run) / BEST)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def how_to_go_on(path: Path) -> str:
     """What to do if a file of a run's checkpoints is missing or cannot be taken."""
     if path.name != BEST:
         return "restore it, or delete it"
-    if not checkpoints(path.parent.parent):
-        return "train it first, or name another run"
-    last = "take the newest checkpoint with --weights last"
-    again = "repeat the run's `train`, which validates that one and keeps it as the best"
-    return f"restore it, {last}, or {again}"
+    return "repeat the run's `train`, which keeps it again, or take --weights last"
 
 
 def checkpoints(run: Path) -> List[Path]:
@@ -359,16 +321,11 @@ def is_trained(run: Path, steps: int) -> bool:
 
 
 def set_aside(checkpoint: Checkpoint) -> List[str]:
-    """Rename the damaged checkpoints that are newer than a whole one; returns a line for each to
-    print."""
+    """Rename the damaged checkpoints that are newer than a whole one, in place of earlier ones;
+    returns a line for each to print."""
     lines = []
     for path, problem in checkpoint.damaged.items():
-        aside = path.with_suffix(".damaged")
-        number = 0
-        while aside.exists():
-            number += 1
-            aside = path.with_suffix(f".damaged{number}")
-        path.rename(aside)
+        path.replace(path.with_suffix(".damaged"))
         done = f"renamed to .damaged, continuing from {checkpoint.path.name}"
         lines.append(f"warning: {problem}; {done}")
     return lines
@@ -384,43 +341,11 @@ def weights_file(run: Path, weights: str) -> Path:
             return last.path
     elif path.is_file():
         return path
-    rule = f"run {run} must hold its {weights} weights"
-    raise InputError(f"{rule}, found none; {how_to_go_on(path)}")
+    todo = "repeat its `train`, or take others with --weights"
+    raise InputError(f"run {run} must hold its {weights} weights, found none; {todo}")
 
 
 # --- Private helpers ---
-
-
-class _File(io.RawIOBase):
-    """A file that keeps its I/O error, which `zipfile` would report as a file that is no zip."""
-
-    error: Optional[OSError] = None
-
-    def __init__(self, path: Path):
-        self._file = io.FileIO(str(path))
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def readable(self) -> bool:
-        return self._file.readable()
-
-    def seekable(self) -> bool:
-        return self._file.seekable()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> Optional[int]:
-        try:
-            return self._file.readinto(buffer)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _folder(run: Path) -> Path:

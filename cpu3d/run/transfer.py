@@ -113,7 +113,7 @@ def open_transfer(config: RunConfig) -> Transfer:
     split_hash = weights.state["split_hash"]
     record = InitRecord(
         file=str(file),
-        sha256=weights.arrays.sha256(),
+        sha256=weights.arrays.sha256,
         step=weights.state["step"],
         split_hash=split_hash,
         layers=len(is_taken),

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import json
 import math
 import statistics
 import time
@@ -22,7 +23,7 @@ import psutil
 from cpu3d.data.cases.notes import left_out_of_mean
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
-from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
+from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
 from cpu3d.errors import (
     DivergedError,
     InputError,
@@ -35,7 +36,15 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
-from cpu3d.run.checkpoint import set_aside, write_best, write_next, writing
+from cpu3d.run.checkpoint import (
+    lost_best,
+    newest,
+    progress_of,
+    set_aside,
+    write_best,
+    write_next,
+    writing,
+)
 from cpu3d.run.config_json import half_rates
 from cpu3d.run.log import FINISHED, append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
@@ -44,7 +53,6 @@ from cpu3d.training.divergence import diverged_error, wrong_loss, wrong_weights
 from cpu3d.training.feeds import Feeds, MicroBatches
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.pulse import Pulse
-from cpu3d.training.restart import find_restart
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
@@ -449,32 +457,38 @@ class Fit:
         }
 
     def _restore(self) -> List[str]:
-        """Continue from the newest whole checkpoint, or start; makes the learner and the data of
-        the next step. Returns a line for each damaged checkpoint, and for lost best weights."""
+        """Continue from the newest whole checkpoint, which the chief reads for all workers, or
+        start; makes the learner and the data of the next step. Returns a line for each damaged
+        checkpoint, and for lost best weights, in whose place those of the checkpoint are validated.
+        """
+        checkpoint = newest(self.folder) if self._exchange.is_chief else None
         has_cases = bool(self.store.cases("val"))
-        restart = find_restart(
-            self.folder,
-            has_cases=has_cases,
-            exchange=self._exchange,
-        )
-        self.progress = restart.progress
-        self._owes_first_save = bool(self.config.init) and restart.is_new
+        warnings = []
+        lost = ""
+        if checkpoint:
+            warnings = set_aside(checkpoint)
+            has_best = not has_cases or isinstance(checkpoint.state.get("best"), float)
+            if has_best and checkpoint.state.get("step"):
+                lost = lost_best(self.folder)
+        if checkpoint and lost:
+            warnings.append(f"warning: {lost}; those of {checkpoint.path.name} are kept instead")
+            if has_cases:
+                checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
+        state = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
+        try:
+            self.progress = progress_of(json.loads(state or "{}"))
+        except ValueError as error:
+            rule = f"the newest checkpoint of {self.folder} must hold a run's state"
+            raise InputError(f"{rule}, got {error}; delete it") from None
+        self._owes_first_save = bool(self.config.init) and not state
         self._saved_step = self.step
         self._enter()
-        checkpoint = restart.checkpoint
         if checkpoint:
             self.learner.restore(checkpoint.arrays)
         elif self._transfer:
             self.learner.start_from(self._transfer.first)
-        if (not restart.is_new or self._owes_first_save) and self.workers > 1:
+        if (state or self._owes_first_save) and self.workers > 1:
             self.learner.take_from_chief()
-        if not checkpoint:
-            return []
-        warnings = set_aside(checkpoint)
-        if restart.lost:
-            validated = "validated and " if has_cases else ""
-            instead = f"those after step {self.step} are {validated}kept instead"
-            warnings.append(f"warning: {restart.lost}; {instead}")
-            if not has_cases:
-                self._save_best()
+        if lost and not has_cases:
+            self._save_best()
         return warnings
