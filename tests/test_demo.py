@@ -12,7 +12,7 @@ from cpu3d import demo
 from cpu3d.__main__ import main
 from cpu3d.errors import DivergedError, InputError, Interrupted
 from cpu3d.report import report
-from cpu3d.training.pulse import how_it_ended
+from cpu3d.training.heartbeat_writer import how_it_ended
 from memory_estimator.common.files import NotRegularError
 
 

@@ -28,7 +28,7 @@ from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import CONFIG
 from cpu3d.run.log import last_event
 from cpu3d.run.rules import has_rules
-from cpu3d.training.pulse import Pulse
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say
@@ -130,16 +130,16 @@ def carry_out(
     Interrupted after a signal, once the run that trains is saved."""
     logs = writable_folder(folder / "logs", "folder of logs")
     failed: Dict[str, RunFailedError] = {}
-    with Pulse(folder, say=say) as pulse:
+    with HeartbeatWriter(folder, say=say) as heartbeat:
         for number, run in enumerate(runs):
             if run.is_done:
                 say(f"{run.name}: trained and scored already")
                 continue
             name = "-".join(run.folder.relative_to(folder).parts)
             try:
-                pulse.phase(f"training {run.name}", step=number, steps=len(runs))
+                heartbeat.phase(f"training {run.name}", step=number, steps=len(runs))
                 run.train(store, logs / f"{name}-train.txt")
-                pulse.phase(f"scoring {run.name}", step=number, steps=len(runs))
+                heartbeat.phase(f"scoring {run.name}", step=number, steps=len(runs))
                 run.score(store, logs / f"{name}-evaluate.txt")
             except RunFailedError as error:
                 failed[run.name] = error
@@ -147,10 +147,10 @@ def carry_out(
                     raise
                 say(f"error: {error}")
             publish()
-        pulse.phase("writing the page", step=len(runs), steps=len(runs))
+        heartbeat.phase("writing the page", step=len(runs), steps=len(runs))
         if failed:
             code = list(failed.values())[-1].exit_code
-            pulse.note_end(f"{listed(failed)} failed; the others are done", code)
+            heartbeat.note_end(f"{listed(failed)} failed; the others are done", code)
     return failed
 
 

@@ -18,7 +18,7 @@ from cpu3d.run.log import flush_log, last_event
 from cpu3d.settings import RunConfig
 from cpu3d.training.call import Call
 from cpu3d.training.fit import Fit
-from cpu3d.training.watchdog import Guard
+from cpu3d.training.watchdog import Watchdog
 from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.units import format_seconds
@@ -27,18 +27,18 @@ COMPUTE_SETUP = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NU
 """How a run is computed: if one of these changes, its weights are not the same to the bit."""
 
 
-def carry_out(call: Call, exchange: Exchange, guard: Guard, mlflow: str) -> RunConfig:
+def carry_out(call: Call, exchange: Exchange, watchdog: Watchdog, mlflow: str) -> RunConfig:
     """Open the run, save its settings and plan, and train to the end, or log the end of a run that
     is over; returns its configuration."""
     plan = call.plan
     if plan.forecast:
         reserve(plan.job)
-    fit = Fit(plan, call.folder, exchange, guard)
+    fit = Fit(plan, call.folder, exchange, watchdog)
     if not fit.is_over:  # one that is over takes no memory
         call.refuse_what_does_not_fit()
     _save(call, fit.config)  # its coarse steps may be those of the checkpoint
     say(*describe(call.host, call.threads, call.engine_name), *fit.warnings)
-    say(f"reads: {fit.feeds.reader.mode}")
+    say(f"reads: {fit.data.reader.mode}")
     if fit.step:
         say(f"run: continued after step {fit.step}")
     if fit.is_over:
@@ -50,7 +50,7 @@ def carry_out(call: Call, exchange: Exchange, guard: Guard, mlflow: str) -> RunC
         warning, _ = learnable(plan)
         if warning:
             say(warning)
-    guard.plan(
+    watchdog.plan(
         step=fit.step,
         steps=fit.steps,
         bound_bytes=plan.forecast.upper_bound_bytes if plan.forecast else None,
@@ -62,7 +62,7 @@ def carry_out(call: Call, exchange: Exchange, guard: Guard, mlflow: str) -> RunC
         say(f"budget of {fit.config.budget_minutes:g} min: timing steps")
         step_s = ", then ".join(map(format_seconds, fit.fit_budget()))
         say(f"budget: {fit.steps} of {whole} steps, {step_s} a step; --budget-minutes 0 takes all")
-        guard.now.steps = fit.steps
+        watchdog.now.steps = fit.steps
         _save(call, fit.config)  # a restart keeps this length
     if call.cluster.is_chief:
         _log_start(call, fit)
@@ -113,7 +113,7 @@ def _log_start(call: Call, fit: Fit) -> None:
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "parameters": fit.learner.parameters,
-        "read_mode": fit.feeds.reader.mode,
+        "read_mode": fit.data.reader.mode,
         "micro_batch": config.micro,
         "workers": fit.workers,
         "steps": fit.steps,

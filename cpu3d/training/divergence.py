@@ -1,12 +1,9 @@
 """When a run has diverged: its loss is too high, or its weights are not finite."""
 
-from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 import numpy as np
 
-from cpu3d.errors import DivergedError
-from cpu3d.run.checkpoint import checkpoints
 from cpu3d.training.learner import Outcome
 
 # Above this a run has diverged; a network that predicts nothing has 1 to 2.
@@ -38,13 +35,3 @@ def wrong_weights(arrays: Mapping[str, Any], step: int) -> str:
             got = "NaN" if np.isnan(extremes).any() else "infinity"
             return f"weights must be finite, got {got} in {name} after step {step}"
     return ""
-
-
-def diverged_error(reason: str, run: Path, rates: str, first: str = "") -> DivergedError:
-    """The error to raise. `rates` are the options that halve the run's rates; `first` is what may
-    be done before they are changed."""
-    saved = checkpoints(run)
-    kept = "there is no checkpoint yet"
-    if saved:
-        kept = f"{saved[0].name} is the last good checkpoint"
-    return DivergedError(f"{reason}; {kept}; {first}add {rates}, half the rates, to the command")

@@ -37,6 +37,7 @@ from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import (
+    checkpoints,
     lost_best,
     newest,
     progress_of,
@@ -49,13 +50,13 @@ from cpu3d.run.config_json import half_rates
 from cpu3d.run.log import FINISHED, append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
 from cpu3d.training.budget import cut, steps_within
-from cpu3d.training.divergence import diverged_error, wrong_loss, wrong_weights
-from cpu3d.training.feeds import Feeds, MicroBatches
+from cpu3d.training.divergence import wrong_loss, wrong_weights
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.training.learner import Learner, Outcome
-from cpu3d.training.pulse import Pulse
+from cpu3d.training.run_data import MicroBatches, RunData
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
-from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
+from cpu3d.training.watchdog import StopRequest, Watchdog, noted_signals
 from cpu3d.util.progress import say
 
 # Taken to measure the time of a step, and undone; the first one compiles and does not count.
@@ -70,7 +71,7 @@ class Fit:
         plan: Plan,
         folder: Path,
         exchange: Exchange = ALONE,
-        guard: Optional[Guard] = None,
+        watchdog: Optional[Watchdog] = None,
         make_learner: Optional[Callable[[RunConfig], Learner]] = None,
     ):
         """`make_learner` makes, by default, the network of a configuration without a curriculum."""
@@ -82,19 +83,19 @@ class Fit:
         self._least_steps = plan.least_steps
         self._transfer = plan.transfer
         self._exchange = exchange
-        if guard is None:
-            guard = Guard(Pulse(self.folder, say=say))
-        self._guard = guard
+        if watchdog is None:
+            watchdog = Watchdog(HeartbeatWriter(self.folder, say=say))
+        self._watchdog = watchdog
         if make_learner is None:
             make_learner = functools.partial(Learner, exchange=exchange)
         self._make_learner = make_learner
         self._observer: Optional[Observer] = None
 
+        self._signals: List[int] = []  # that ask for a stop
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
         # Made early if the time of its steps was measured.
         self._full_learner: Optional[Learner] = None
-        self._has_validated = False  # with this learner: it takes memory of its own the first time
         # Of weights from elsewhere, which a restart does not read again.
         self._owes_first_save = False
         self.warnings = self._restore()  # a line for each damaged checkpoint
@@ -138,14 +139,14 @@ class Fit:
         cases. `observer` gets the time of full steps; `mlflow` is the URI where the
         chief tracks the run too. A run that is over logs its end, if a kill has lost that.
 
-        Raises Interrupted after a signal and MemoryRunsOutError if the guard asks for a stop, each
-        once the run is saved; DivergedError, and WorkerLostError."""
+        Raises Interrupted after a signal and MemoryRunsOutError if the watchdog asks for a stop,
+        each once the run is saved; DivergedError, and WorkerLostError."""
         self._observer = observer
         was_over = self.is_over
         self._saved_at = time.monotonic()
         # As if there had been one attempt alone.
         self._began_at = self._saved_at - self.progress.trained_s
-        with noted_signals() as noted, contextlib.ExitStack() as stack:
+        with noted_signals() as self._signals, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 show = shown(
                     self.folder,
@@ -156,21 +157,21 @@ class Fit:
                 )
                 track = tracked(self.folder, self.config, mlflow)
                 self._listeners = [stack.enter_context(show), stack.enter_context(track)]
-            stop = Stop.NONE
+            stop = StopRequest.NONE
             if self._owes_first_save:
                 self._save()
             if not was_over:
-                stop = self._loop(lambda: stop_of(noted, self._guard))
+                stop = self._loop()
             if not was_over or last_event(self.folder).get("event") != "end":
                 self._log_end(stop)
         if self.workers > 1:
             self._wait_for_chief()
         if self.is_over:
-            self._guard.note_end(FINISHED)
+            self._watchdog.heartbeat.note_end(FINISHED)
             return
         saved = f"saved after step {self.step}; the same command continues"
-        if stop == Stop.MEMORY:
-            why = self._guard.why
+        if stop == StopRequest.MEMORY:
+            why = self._watchdog.why
             if not why:
                 got = "another worker's running out; see its log"
                 why = f"memory must last on all workers, got {got}"
@@ -206,12 +207,10 @@ class Fit:
             self._full_learner = None
         else:
             self.learner = self._make_learner(config)
-        self._has_validated = False
-        self.feeds = self._feeds_of(config)
+        self.data = self._data_of(config)
 
     def _move_to_full(self) -> None:
         """Continue at the full grid with the weights, momentum and averages of the coarse one."""
-        self._guard.new_pace()
         self._phase("building the full network")
         coarse = self.learner
         arrays = coarse.arrays()
@@ -221,23 +220,23 @@ class Fit:
         del arrays, coarse
         gc.collect()  # frees the coarse network, whose layers and functions refer to each other
 
-    def _feeds_of(self, config: RunConfig) -> Feeds:
+    def _data_of(self, config: RunConfig) -> RunData:
         share = Share(self._exchange.rank, self._exchange.count, config.batch)
-        feeds = Feeds(self.store, config, share, self._reader)
-        self._reader = feeds.reader
-        return feeds
+        data = RunData(self.store, config, share, self._reader)
+        self._reader = data.reader
+        return data
 
     def _micro_batches(self) -> MicroBatches:
         """The data of the next steps, until the grid changes or the run ends."""
         end = self.config.coarse_steps
         if self.step >= end:
             end = self.steps
-        return self.feeds.training(self.step, end, self._guard.phase)
+        return self.data.training(self.step, end, self._watchdog.phase)
 
     def _timed(self, learner: Learner) -> float:
         """Median seconds of a step of a learner, whose variables stay as they were."""
-        feeds = self._feeds_of(learner.config)
-        micro_batches = feeds.training(self.step, self.step + TIMED_STEPS, self._guard.phase)
+        data = self._data_of(learner.config)
+        micro_batches = data.training(self.step, self.step + TIMED_STEPS, self._watchdog.phase)
         before = learner.arrays()
         step_s = []
         for _ in range(TIMED_STEPS):
@@ -248,10 +247,10 @@ class Fit:
 
     # --- Steps ---
 
-    def _loop(self, wish: Wish) -> Stop:
+    def _loop(self) -> StopRequest:
         """Steps, validations and saves until the run is over or a worker wants to stop; returns why
         it does: the same on all workers."""
-        stop = Stop.NONE
+        stop = StopRequest.NONE
         micro_batches: Optional[MicroBatches] = None
         while not (stop or self.is_over):
             if not self.progress.owes_validation:
@@ -264,15 +263,12 @@ class Fit:
                     self._move_to_full()
                 if micro_batches is None:
                     micro_batches = self._micro_batches()
-                stop = self._train_step(micro_batches, wish)
+                stop = self._train_step(micro_batches)
                 is_due = self.step == self.steps or self._is_validation_step(self.step)
-                self.progress.owes_validation = bool(self.feeds.held_out) and is_due
+                self.progress.owes_validation = bool(self.data.held_out) and is_due
             if self.progress.owes_validation and not stop:  # a stop does not wait for a validation
                 self._check_finite()
-                if not self._has_validated and self.step > self._saved_step:
-                    self._save()  # as before building
-                stop = self._validate(wish)
-                self._has_validated = True
+                stop = self._validate()
             late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
             if stop or self.is_over or late or self._is_validation_step(self.step):
                 self._save()
@@ -288,20 +284,26 @@ class Fit:
             if not self._exchange.is_chief:
                 raise
 
-    def _phase(self, name: str) -> None:
-        self._guard.phase(name, step=self.step)
+    def _stop_request(self) -> StopRequest:
+        """Why this worker wants to stop: by signals, or by its watchdog."""
+        if self._signals:
+            return StopRequest(max(self._signals))
+        return StopRequest.MEMORY if self._watchdog.why else StopRequest.NONE
 
-    def _train_step(self, micro_batches: MicroBatches, wish: Wish) -> Stop:
+    def _phase(self, name: str) -> None:
+        self._watchdog.phase(name, step=self.step)
+
+    def _train_step(self, micro_batches: MicroBatches) -> StopRequest:
         """Take a step; returns as `_loop`."""
         config = self.config
         rate = config.rate_at(self.step, self.steps)
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
-            outcome, step_s = self._compute(self.learner, micro_batches, rate, wish)
+            outcome, step_s = self._compute(self.learner, micro_batches, rate)
         waited_s = micro_batches.waited_s()
         if self._observer and self.step >= config.coarse_steps:
             self._observer.note(step_s - waited_s - outcome.exchange_s)
-        self._guard.stepped(step_s)
-        names = self.feeds.case_ids(self.step)
+        self._watchdog.stepped(step_s)
+        names = self.data.case_ids(self.step)
         wrong = wrong_loss(outcome, names, self.step + 1)
         if wrong:
             raise self._diverged(wrong, "look at these cases, or ")
@@ -320,31 +322,31 @@ class Fit:
             exchange_s=outcome.exchange_s,
             rss_bytes=psutil.Process().memory_info().rss,
         )
-        return Stop(int(max(outcome.notes)))
+        return StopRequest(int(max(outcome.notes)))
 
     def _compute(
-        self,
-        learner: Learner,
-        micro_batches: MicroBatches,
-        rate: float,
-        wish: Wish = lambda: Stop.NONE,
+        self, learner: Learner, micro_batches: MicroBatches, rate: float
     ) -> Tuple[Outcome, float]:
         """The outcome of a learner's step on the next micro-batches, and its seconds."""
         self._phase("computing")
         begin = time.perf_counter()
-        outcome = learner.step(micro_batches, rate, wish, lambda: self._phase("summing gradients"))
+        outcome = learner.step(
+            micro_batches, rate, self._stop_request, lambda: self._phase("summing gradients")
+        )
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
     def _is_validation_step(self, step: int) -> bool:
         return self.config.validates_after(step, self.steps)
 
-    def _validate(self, wish: Wish) -> Stop:
+    def _validate(self) -> StopRequest:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as
         `_loop`."""
         begin = time.perf_counter()
         with self._saved_if_a_worker_is_lost():
-            scores, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
+            scores, stop = validate(
+                self.data, self.learner, self._exchange, self._phase, self._stop_request
+            )
         seconds = time.perf_counter() - begin
         self.progress.validated_s += seconds
         if scores is None:
@@ -370,7 +372,7 @@ class Fit:
             left_out_of_mean=left_out,
             seconds=seconds,
             best=is_best,
-            cases=self.feeds.held_out,
+            cases=self.data.held_out,
         )
         return stop
 
@@ -389,12 +391,12 @@ class Fit:
             return
         if self._observer:
             self._observer.record()
-        if self.step and not self.feeds.held_out:
+        if self.step and not self.data.held_out:
             self._save_best()
         with writing(self.folder, f"step {self.step} could not be saved"):
             arrays = self.learner.arrays()
             size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
-        self._guard.saved(self.step)
+        self._watchdog.saved(self.step)
         self.log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _check_finite(self) -> None:
@@ -404,11 +406,14 @@ class Fit:
             raise self._diverged(wrong)
 
     def _diverged(self, reason: str, first: str = "") -> DivergedError:
-        """Log that the run has diverged, and return the error to raise, as `diverged_error`. What
-        has diverged is not saved."""
+        """Log that the run has diverged, and return the error to raise; `first` is what may be done
+        before its rate is halved. What has diverged is not saved."""
         with contextlib.suppress(OSError):  # the error has the same message
             self.log("diverged", reason=reason)
-        return diverged_error(reason, self.folder, half_rates(self.config), first)
+        saved = [path.name for path in checkpoints(self.folder)[:1]]
+        kept = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+        todo = f"{first}add {half_rates(self.config)}, half the rates, to the command"
+        return DivergedError(f"{reason}; {kept}; {todo}")
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -433,11 +438,11 @@ class Fit:
                 message = str(failure)
             raise WorkerLostError(f"{error}; {message}") from error
 
-    def _log_end(self, stop: Stop) -> None:
+    def _log_end(self, stop: StopRequest) -> None:
         reason = "interrupted"
         if self.is_over:
             reason = FINISHED
-        elif stop == Stop.MEMORY:
+        elif stop == StopRequest.MEMORY:
             reason = "memory"
         self.log(
             "end",

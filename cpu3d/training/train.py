@@ -20,9 +20,9 @@ from cpu3d.run.checkpoint import BEST, checkpoints, is_trained
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import SETTINGS, RunConfig, TrainOptions
 from cpu3d.training.call import Call
-from cpu3d.training.pulse import Pulse
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.training.tracking import require_mlflow
-from cpu3d.training.watchdog import Guard
+from cpu3d.training.watchdog import Watchdog
 from cpu3d.util.atomic import check_folder, remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
@@ -36,7 +36,7 @@ def train(
     settings: Optional[Dict[str, Any]] = None,
     force: bool = False,
     mlflow: str = "",
-    on_finished: Optional[Callable[[Path, Path, Pulse], None]] = None,
+    on_finished: Optional[Callable[[Path, Path, HeartbeatWriter], None]] = None,
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's
     configuration. If the environment names other workers (`cluster.read_cluster`) this is one of
@@ -54,18 +54,18 @@ def train(
     call = Call(Path(store_folder), Path(run_folder), settings or {}, force=force)
     call.decide()
     cluster = call.cluster
-    pulse = Pulse(call.folder, say=say, rank=cluster.rank, workers=cluster.workers)
-    with _lock_of_chief(cluster, call.folder), pulse:
-        with Guard(pulse) as guard, fits_memory("a training step", ADVICE):
+    heartbeat = HeartbeatWriter(call.folder, say=say, rank=cluster.rank, workers=cluster.workers)
+    with _lock_of_chief(cluster, call.folder), heartbeat:
+        with Watchdog(heartbeat) as watchdog, fits_memory("a training step", ADVICE):
             exchange = call.join()
             # Imports TensorFlow, so not before the process is set up.
             from cpu3d.training.attempt import carry_out
 
-            config = carry_out(call, exchange, guard, mlflow)
+            config = carry_out(call, exchange, watchdog, mlflow)
             exchange.close()
         if on_finished is not None and cluster.is_chief:
             gc.collect()  # frees the network that was trained
-            on_finished(call.folder, call.store.folder, pulse)
+            on_finished(call.folder, call.store.folder, heartbeat)
     return config
 
 

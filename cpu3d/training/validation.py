@@ -19,9 +19,9 @@ from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.region import Array
 from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
-from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
-from cpu3d.training.watchdog import Stop, Wish
+from cpu3d.training.run_data import Inside, RunData
+from cpu3d.training.watchdog import StopRequest
 from memory_estimator.step.training_step import SCORED_SLABS
 from models.losses import LOSSES
 from models.native.shared import IGNORED
@@ -37,41 +37,40 @@ class Validation:
 
 
 def validate(
-    feeds: Feeds,
+    data: RunData,
     learner: Learner,
     exchange: Exchange = ALONE,
     phase: Callable[[str], None] = lambda name: None,
-    wish: Wish = lambda: Stop.NONE,
-) -> Tuple[Optional[Validation], Stop]:
+    stop_request: Callable[[], StopRequest] = lambda: StopRequest.NONE,
+) -> Tuple[Optional[Validation], StopRequest]:
     """Score all held-out cases; returns the scores, and why the run must stop, the same on all
     workers.
 
-    `phase` is called for each volume. If there is a `wish` to stop a single worker stops between
-    two volumes, without scores; several finish. Raises WorkerLostError if another worker is
-    gone."""
-    regions = feeds.config.codes_by_region
+    `phase` is called for each volume. If a stop is requested a single worker stops between two
+    volumes, without scores; several finish. Raises WorkerLostError if another worker is gone."""
+    regions = data.config.codes_by_region
     # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
     dtype = np.float32 if exchange.count > 1 else np.float64
-    rows: Array = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
-    loss = _loss_of(feeds.config.loss)
+    rows: Array = np.zeros((data.held_out, 1 + len(regions)), dtype)
+    loss = _loss_of(data.config.loss)
     phase("validating")
-    for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-        logits = tf.convert_to_tensor(_whole_logits(feeds, learner.logits, image))
-        dice = _painted_dice(target, logits, regions, feeds.inside(case))
+    for case, (image, target) in zip(data.held_out_share(), data.validation()):
+        logits = tf.convert_to_tensor(_whole_logits(data, learner.logits, image))
+        dice = _painted_dice(target, logits, regions, data.inside(case))
         rows[case] = [float(loss(target, logits)), *dice]
         del logits  # before the next are made
         phase("validating")
-        if exchange.count == 1 and wish():
-            return None, wish()
-    stop = Stop.NONE
+        if exchange.count == 1 and stop_request():
+            return None, stop_request()
+    stop = StopRequest.NONE
     if exchange.count > 1:
         phase("waiting for the others' validation")
-        wishes = np.zeros(exchange.count, np.float32)
-        wishes[exchange.rank] = wish()
+        requests = np.zeros(exchange.count, np.float32)
+        requests[exchange.rank] = stop_request()
         # A case's row is 0 on all workers but one.
-        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), wishes])))
+        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), requests])))
         rows = total[: rows.size].reshape(rows.shape)
-        stop = Stop(int(max(total[rows.size :])))
+        stop = StopRequest(int(max(total[rows.size :])))
     mean = np.mean(rows, 0, dtype=np.float64)
     return Validation(loss=float(mean[0]), dice=mean[1:]), stop
 
@@ -80,14 +79,14 @@ def validate(
 
 
 def _whole_logits(
-    feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor
+    data: RunData, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor
 ) -> tf.Tensor:
     """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or
     windows."""
-    if feeds.config.is_patch:
-        return sliding_window(logits_of, image, feeds.config.grid)[None]
-    if feeds.resizing:
-        return feeds.resizing.grow(logits_of(feeds.resizing.shrink(image)))
+    if data.config.is_patch:
+        return sliding_window(logits_of, image, data.config.grid)[None]
+    if data.resizing:
+        return data.resizing.grow(logits_of(data.resizing.shrink(image)))
     return logits_of(image)
 
 

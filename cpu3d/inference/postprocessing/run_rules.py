@@ -32,7 +32,7 @@ from cpu3d.run.heartbeat import DECIDING
 from cpu3d.run.log import last_end
 from cpu3d.run.rules import SCHEMA, has_rules, weights_hashes
 from cpu3d.settings import LEAST_CASES, RunConfig
-from cpu3d.training.pulse import Pulse
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
@@ -184,19 +184,19 @@ def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> Li
     return evidences
 
 
-def choose_rules_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
+def choose_rules_after_training(run: Path, store_folder: Path, heartbeat: HeartbeatWriter) -> None:
     """Decide for a run whose last step is done, in the process that has locked its folder, and
     print the choice, or why there is none: the run is whole in any case. Raises KeyboardInterrupt
     with nothing decided."""
     begin = time.perf_counter()
     try:
         step = last_end(run).get("step", 0)
-        pulse.phase(DECIDING, step=step, steps=step)
+        heartbeat.phase(DECIDING, step=step, steps=step)
         line = _in_words(_choose_rules(run, store_folder))
     except Exception as error:  # also TensorFlow's own
         why = fault_of(error) if isinstance(error, OSError) else str(error)
         why = why or type(error).__name__
-        pulse.note_end(f"post-processing could not be decided, {why}")
+        heartbeat.note_end(f"post-processing could not be decided, {why}")
         line = f"off: it could not be decided, {why}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"

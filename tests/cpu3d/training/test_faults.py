@@ -21,7 +21,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.run.checkpoint import load_checkpoint, newest
 from cpu3d.run.log import read_events
 from cpu3d.settings import RunConfig
-from cpu3d.training.watchdog import Guard
+from cpu3d.training.watchdog import Watchdog
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
@@ -57,7 +57,7 @@ def limit_files(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, NO_LIMIT))
 
 
-LOW = "memory must keep 64 MiB free"  # the guard's; test_watchdog tests when
+LOW = "memory must keep 64 MiB free"  # the watchdog's; test_watchdog tests when
 # exit code -> fault, before which step, --save-minutes, messages, last step kept, reason in the log
 FAULTS = {
     1: (
@@ -69,7 +69,7 @@ FAULTS = {
         "",
     ),
     5: (
-        lambda patch: patch.setattr(Guard, "why", LOW),
+        lambda patch: patch.setattr(Watchdog, "why", LOW),
         3,
         "60",
         [LOW, "saved after step 3"],

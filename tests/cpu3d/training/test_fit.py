@@ -24,7 +24,7 @@ from cpu3d.run.checkpoint import (
 )
 from cpu3d.run.log import append_event, read_events
 from cpu3d.training import fit as fit_module
-from cpu3d.training.watchdog import Stop
+from cpu3d.training.watchdog import StopRequest
 from tests.cpu3d import runs
 from tests.cpu3d.runs import (
     NumpyLearner,
@@ -116,7 +116,7 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
 
     def validate(*arguments):
         now[0] += 1000
-        return SimpleNamespace(dice=np.ones(3), loss=1.0), Stop.NONE
+        return SimpleNamespace(dice=np.ones(3), loss=1.0), StopRequest.NONE
 
     with monkeypatch.context() as patch:
         patch.setattr(fit_module, "validate", validate)
@@ -135,7 +135,7 @@ def test_a_region_that_no_validation_case_has_is_not_in_the_mean_dice(
     phantom_store, tmp_path, monkeypatch
 ):
     scores = SimpleNamespace(dice=np.array([0.25, 0.5, 0.75, 1.0]), loss=1.0, cases=1)
-    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, Stop.NONE))
+    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, StopRequest.NONE))
     store = with_absent_region(phantom_store)
     start(store, tmp_path, steps=3, validations=1).run()
     assert [event["mean_dice"] for event in validations_of(tmp_path)] == [0.5]
@@ -218,7 +218,7 @@ def test_a_loss_that_diverges_ends_the_run_and_names_its_case(
         return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_diverges)
-    case = fit.feeds.case_ids(2)[1]
+    case = fit.data.case_ids(2)[1]
     with pytest.raises(DivergedError, match=rf"at step 3 on {case};") as error:
         fit.run()
     assert error.value.exit_code == 4
@@ -263,9 +263,9 @@ def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store,
     grids = []
     validated = fit_module.validate
 
-    def noted(feeds, learner, *arguments):
-        grids.append((feeds.config.grid, learner.config.grid))
-        return validated(feeds, learner, *arguments)
+    def noted(data, learner, *arguments):
+        grids.append((data.config.grid, learner.config.grid))
+        return validated(data, learner, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "validate", noted)

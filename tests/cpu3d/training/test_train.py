@@ -176,7 +176,7 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
     assert (config.fold, config.split_hash) == (fold, phantom_store.manifest.split_hash)
     (step,) = steps_of(tmp_path)
     assert sorted(step["case_id"].split()) == sorted(split["train"]), "an epoch in one step"
-    targets = [float(target.numpy()[..., 0].sum()) for _, target in trained[0].feeds.validation()]
+    targets = [float(target.numpy()[..., 0].sum()) for _, target in trained[0].data.validation()]
     assert targets == [
         np.isin(np.asarray(phantom_store.label(name)), (1, 2, 3)).sum() for name in split["val"]
     ]
@@ -194,11 +194,11 @@ def test_what_follows_a_training_has_its_lock_and_heartbeat_and_both_end_after_i
 ):
     followed = []
 
-    def follow(run, store, pulse):
+    def follow(run, store, heartbeat):
         with pytest.raises(InputError, match="one process at a time"), locked(run, "run"):
             pass
-        followed.append((run, store, pulse.now.exit_code))
-        pulse.phase("deciding")
+        followed.append((run, store, heartbeat.now.exit_code))
+        heartbeat.phase("deciding")
 
     settings = {**SMALL, "steps": 1}
     del settings["epochs"]

@@ -29,7 +29,7 @@ SMALL = (16, 16, 12)
 SHAPE = (48, 48, 44)
 
 
-def feeds(config, ignored=0.0):
+def made_data(config, ignored=0.0):
     """A held-out volume of random numbers, which is there already; a share of its voxels is not
     annotated."""
     rng = tf.random.Generator.from_seed(0)
@@ -61,9 +61,9 @@ def learner(grid, **network):
 @pytest.mark.parametrize("ignored", [0, 0.5])
 def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_the_maps(ignored):
     learned = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
-    ((image, target),) = feeds(learned.config, ignored).validation()
+    ((image, target),) = made_data(learned.config, ignored).validation()
     logits = learned.logits(image)
-    scores, _ = validate(feeds(learned.config, ignored), learned)
+    scores, _ = validate(made_data(learned.config, ignored), learned)
     np.testing.assert_allclose(
         scores.loss, supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss, rtol=1e-5
     )
@@ -117,7 +117,7 @@ def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")
     learned = learner(SHAPE, outputs=13, filters=4, depth=3, policy="lean")
-    data = feeds(learned.config)
+    data = made_data(learned.config)
     job = Job(learned.config.unet, SHAPE, threads=2)
     resident = training_step(job).resident
     *_, image, target = resident

@@ -30,7 +30,7 @@ from cpu3d.inference.scores_file import scores_path
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.rules import has_rules
-from cpu3d.training.pulse import Pulse
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
 
@@ -78,8 +78,8 @@ def of(run, weights="best"):
 
 
 def after_training(run, store_folder):
-    with Pulse(run, say=print) as open_pulse:
-        choose_rules_after_training(run, store_folder, open_pulse)
+    with HeartbeatWriter(run, say=print) as heartbeat:
+        choose_rules_after_training(run, store_folder, heartbeat)
 
 
 def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):

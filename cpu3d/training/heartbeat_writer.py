@@ -1,8 +1,8 @@
 """Keeps the heartbeat of this process: what it does is noted, and written down every few seconds.
 
-    with Pulse(run, say=print) as pulse:
-        pulse.phase("computing", step=12, steps=100)
-        pulse.note_end("finished")  # unless an error leaves the block
+    with HeartbeatWriter(run, say=print) as heartbeat:
+        heartbeat.phase("computing", step=12, steps=100)
+        heartbeat.note_end("finished")  # unless an error leaves the block
 
 How the block is left is how the process has ended."""
 
@@ -27,10 +27,10 @@ from cpu3d.run.heartbeat import (
 
 # The longest that a process which must end at once waits for its message and heartbeat, and that
 # the end of a block waits for a file system.
-LAST_WORDS_S = 3.0
+END_S = 3.0
 
 
-class Pulse:
+class HeartbeatWriter:
     """A context manager. Outside of its block it notes and writes nothing by itself."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Pulse:
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> "Pulse":
+    def __enter__(self) -> "HeartbeatWriter":
         self._thread.start()
         return self
 
@@ -83,7 +83,7 @@ class Pulse:
         self.now.exit_code = exit_code
         self._done.set()
         self.write_soon()
-        self._thread.join(LAST_WORDS_S)  # if a file system holds it, it is left: a daemon
+        self._thread.join(END_S)  # if a file system holds it, it is left: a daemon
 
     def phase(self, name: str, *, step: Optional[int] = None, steps: Optional[int] = None) -> None:
         """Note a phase that begins, such as "computing", the steps done and those of the run."""
@@ -107,8 +107,11 @@ class Pulse:
         """Have the heartbeat written now instead of seconds later."""
         self._changed.set()
 
-    def last_words(self, line: str, reason: str, exit_code: int) -> None:
-        """Print a line and note an end, within seconds even if console and file system hang."""
+    def print_and_exit(
+        self, line: str, reason: str, exit_code: int, end: Callable[[int], Any]
+    ) -> None:
+        """Print a line, note an end, and call `end` with its exit code within seconds, even if
+        console and file system hang."""
         self.now.reason = reason
         self.now.exit_code = exit_code
 
@@ -118,7 +121,8 @@ class Pulse:
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
-        writer.join(LAST_WORDS_S)
+        writer.join(END_S)
+        end(exit_code)
 
     def say_once(self, kind: str, line: str) -> None:
         """Print a line, the first of its kind."""

@@ -21,7 +21,7 @@ PREPARING_FOR_A_CARD = 4
 Inside = Tuple[slice, slice, slice]
 
 
-class Feeds:
+class RunData:
     """The data of a run: of steps at the resolution of the network, of validations at that of the
     volumes."""
 
@@ -29,7 +29,7 @@ class Feeds:
         self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None
     ):
         """`share` is this worker's of batches and held-out cases; `reader` is shared with other
-        feeds."""
+        data."""
         self.config = config
         self._store = store
         self._share = share

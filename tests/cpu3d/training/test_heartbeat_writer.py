@@ -10,8 +10,8 @@ import pytest
 from cpu3d.errors import Interrupted
 from cpu3d.host.free_memory import MACHINE, Room, Sample
 from cpu3d.run.heartbeat import read_heartbeats
-from cpu3d.training import pulse
-from cpu3d.training.pulse import Pulse
+from cpu3d.training import heartbeat_writer
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from cpu3d.training.pulse import Pulse
 )
 def test_how_a_process_ends_is_noted(tmp_path, error, exit_code, reason):
     expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
-    with expected, Pulse(tmp_path, say=print) as heart:
+    with expected, HeartbeatWriter(tmp_path, say=print) as heart:
         heart.phase("computing", step=3, steps=9)
         if error:
             heart.note_end("finished")  # the error counts
@@ -42,10 +42,10 @@ def test_how_a_process_ends_is_noted(tmp_path, error, exit_code, reason):
 
 
 def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "BEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat_writer, "BEAT_S", 0.1)
     sample = Sample({MACHINE: Room(70, 90), "a limit": Room(30, 40)}, 12, 3, swapped_bytes=2)
-    monkeypatch.setattr(pulse, "take_sample", lambda: sample)
-    with Pulse(tmp_path, say=print, rank=1, workers=2) as heart:
+    monkeypatch.setattr(heartbeat_writer, "take_sample", lambda: sample)
+    with HeartbeatWriter(tmp_path, say=print, rank=1, workers=2) as heart:
         for step in range(6):
             heart.phase("computing", step=step)
         beat = None
@@ -65,8 +65,8 @@ def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkey
 
 
 def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat_writer, "BEAT_S", 0.01)
     printed = []
-    with Pulse(tmp_path / "none-such", say=printed.append):
+    with HeartbeatWriter(tmp_path / "none-such", say=printed.append):
         time.sleep(0.2)
     assert [line.startswith("warning: no heartbeat can be written") for line in printed] == [True]
