@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "evaluate": (
         "cpu3d.inference.evaluate",
-        "score untouched cases on their full grids, or cross-validate folds",
+        "score untouched cases on their full grids",
     ),
     "predict": (
         "cpu3d.inference.predict",

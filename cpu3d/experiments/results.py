@@ -337,7 +337,7 @@ def _scores_table(record: Json) -> Table:
             cells.append(plus_minus(scores[name]["mean"], scores[name]["sd"], metric.digits))
         rows.append((region, variant, *cells))
     cases = count(record["cases"], "case")
-    notes = metric_notes(METRICS, record["evaluation"]["tolerance_mm"])
+    notes = metric_notes(record["evaluation"]["tolerance_mm"])
     scored = (
         "Scored are the weights of the validation at full resolution with the highest mean Dice"
     )

@@ -5,7 +5,7 @@ found = cases_to_predict([Path("Task01/imagesTs")], predictor)    # its cases, p
 """
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -76,13 +76,12 @@ def cases_to_predict(
     problems = found.problems
     cases = []
     assumed: Dict[Tuple[str, ...], List[str]] = defaultdict(list)
-    times = Counter(files.case_id for files in found.cases)
+    ids = [files.case_id for files in found.cases]
     for files in found.cases:
         try:
-            if times[files.case_id] > 1:
-                got = f"{files.case_id} for {times[files.case_id]} cases"
-                todo = "predict them into separate folders"
-                raise InputError(f"case ids must differ, got {got}; {todo}")
+            if ids.count(files.case_id) > 1:
+                rule = f"case ids must differ, got {files.case_id} for several cases"
+                raise InputError(f"{rule}; predict them into separate folders")
             taken, channels = _with_channels(files, store, inputs)
             cases.append(Case(taken, channels, *codes_for(predictor, files, codes)))
         except InputError as error:
@@ -92,11 +91,9 @@ def cases_to_predict(
         if not is_told and len(channels) > 1:
             assumed[store if files.names else channels].append(files.case_id)
     notes = [f"not read: {path}" for path in found.unread]
-    for order, ids in assumed.items():
-        if len(ids) > 3:
-            ids = [*ids[:2], f"{len(ids) - 2} other cases"]
+    for order, unnamed in assumed.items():
         rule = "no dataset.json or name tells the order of the channels, which is taken to be"
-        notes.append(f"note: {listed(ids)}: {rule} {', '.join(order)}")
+        notes.append(f"note: {listed(unnamed)}: {rule} {', '.join(order)}")
     return Cases(cases, list(dict.fromkeys(problems)), notes)
 
 
@@ -118,14 +115,14 @@ def _with_channels(
             raise InputError(f"{rule}, got {len(files.images)} files, {got}; name them all")
         return files, channels
     where = f"case {files.case_id} in {files.images[0].parent}"
+    channels = store
     try:
-        places = indices_of(store, names, where)
-        channels = store
+        indices = indices_of(store, names, where)
     except InputError:
-        places = indices_of(inputs, names, where)
         channels = inputs
+        indices = indices_of(inputs, names, where)
     if len(files.images) > 1:
-        images = tuple(files.images[place] for place in places)
+        images = tuple(files.images[index] for index in indices)
         files = replace(files, images=images, names=())
     return files, channels
 
@@ -158,6 +155,3 @@ def codes_for(
     }
     paint = [(name, translated[code]) for name, code in painted.items()]
     return own.of, own.labels, PaintedRegions(codes_of, paint), translated
-
-
-# --- Private helpers ---

@@ -74,7 +74,7 @@ def origin(
     for run, config, predictor in zip(runs, configs, predictors):
         origins.append(
             {
-                "run": str(Path(run).resolve()),
+                "run": str(run),
                 "fold": config.fold,
                 "weights_sha256": predictor.weights_sha256,
                 "inference": applied(config, predictor.inference),

@@ -2,17 +2,15 @@
 
     ./run.sh evaluate --run runs/first
     ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
-    ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
     ./run.sh evaluate --run runs/folds
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits
 "val" and "train", whose scores say less, the same below run/evaluation/val and
 run/evaluation/train. Earlier scores are replaced only when all cases are scored, and in --out never
-those of other runs. --out names another folder than the run's; several runs together need it, the
-folder of `train --folds` only for "val", of which it has scores already.
+those of other runs. --out names another folder than the run's; several runs together need it.
 
-Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds
-are cross-validated instead: each case is predicted by the one run that has not trained on it.
+Several runs predict together, as in `predict`, by the mean of their probabilities; folds only on
+"test". `train --folds` scores each other case by the fold that has not trained on it.
 
 The written label map is scored, after the run's post-processing; --raw leaves that out. It is on
 the original grid, with axes turned: where a case was resampled, the network's answer is brought
@@ -30,7 +28,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
-from cpu3d.data.fold import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_volume
@@ -41,7 +38,7 @@ from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.evidence import gather
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
-from cpu3d.inference.postprocessing.run_rules import postprocessing_of, postprocessing_together
+from cpu3d.inference.postprocessing.run_rules import postprocessing_together
 from cpu3d.inference.runs import (
     Inference,
     RunOptions,
@@ -57,6 +54,7 @@ from cpu3d.inference.scores_file import (
     SCHEMA,
     UNTOUCHED,
     of_cases,
+    ranked,
     read_scores,
     scores_path,
     scores_table,
@@ -87,44 +85,34 @@ class Options:
     json: bool = option(False, help="print scores.json instead of a table")
 
 
+WORST = 5  # cases that are named
 OPTIONS = (RunOptions, Options, Inference)
-
-Answers = Tuple[Any, PostProcessing]  # a predictor, and what is made of its answers
 
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     split = options.split
-    named = tuple(folder.resolve() for folder in chosen.run)
-    together = open_runs(dataclasses.replace(chosen, run=named))
+    together = open_runs(chosen)
     runs = together.runs
     configs = together.configs
     out = _folder_for_scores(options, together)
     store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
-    held_out = _held_out(store, folds, split)
-    rules = _rules_for(together, split, bool(held_out), raw=chosen.raw)
+    if split != UNTOUCHED and (together.folder or len(runs) > 1) and any(folds):
+        rule = f"--split must be {UNTOUCHED} for folds together, got {split}"
+        raise InputError(f"{rule}; `train --folds` scores each case by the fold that held it out")
+    rules = RAW if chosen.raw else postprocessing_together(together)
     path = scores_path(out, split)
     check_folder(path.parent, "evaluation")
     _check_replaceable(path, out, together)
+    _check_filled(store, split)
     predictors = trained_predictors(runs, together.weights, inference)
+    predictor = Ensemble(predictors)
     folder = writable_folder(path.parent, "evaluation")
-    about = origin(runs, configs, predictors)
-    answers_of: Dict[str, Answers] = {}
-    if held_out:
-        store = with_folds(store, folds)
-        predictor = predictors[0]
-        for run_origin, fold, answers in zip(about["runs"], folds, zip(predictors, rules)):
-            run_origin["held_out"] = held_out[fold]
-            answers_of.update(dict.fromkeys(held_out[fold], answers))
-    else:
-        predictor = Ensemble(predictors)
     # The last weights of a fold are not chosen by the cases that it held out.
     is_unseen = together.weights == FOLD_WEIGHTS and split == "val" and all(folds)
     if split != UNTOUCHED and not is_unseen:
         say(f"warning: {warning(split)}")
-    for words in dict.fromkeys(postprocessing.words for postprocessing in rules):
-        say(f"post-processing: {words}")
-    say(*note_lines(_notes(store, split, configs)))
+    say(f"post-processing: {rules.words}", *note_lines(_notes(store, split, configs)))
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
@@ -133,35 +121,27 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             out,
             weights=together.weights,
             tolerance_mm=options.tolerance,
-            about=about,
-            postprocessing=rules[0],
-            held_out=answers_of,
+            about=origin(runs, configs, predictors),
+            postprocessing=rules,
             evidence=options.evidence,
         )
     if options.json:
         print(json.dumps(scores, indent=1))
     else:
-        _print_scores(scores, held_out)
+        _print_scores(scores)
     say(f"written: {path}")
     return 0
 
 
 def _folder_for_scores(options: Options, together: RunSet) -> Path:
-    """The folder that evaluation/ is in. Raises InputError if several runs need a name for it, and
-    if it is where `train --folds` keeps its scores."""
-    if options.out:
-        out = options.out.resolve()
-    elif together.folder:
-        out = together.folder
-    elif len(together.runs) == 1:
+    """The folder that evaluation/ is in. Raises InputError if several runs need a name for it."""
+    out = options.out or together.folder
+    if out is None and len(together.runs) == 1:
         out = together.runs[0]
-    else:
+    if out is None:
         rule = f"--out must name a folder for the scores of {len(together.runs)} runs together"
         raise InputError(f"{rule}, got none; add it")
-    if out == together.folder and options.split != UNTOUCHED:
-        rule = f"--out must name another folder than that of folds for split {options.split}"
-        raise InputError(f"{rule}, got {out}, where `train --folds` keeps its scores; choose one")
-    return out
+    return out.resolve()
 
 
 def evaluate_split(
@@ -174,34 +154,39 @@ def evaluate_split(
     tolerance_mm: float = TOLERANCE_MM,
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
-    held_out: Optional[Mapping[str, Answers]] = None,
     evidence: bool = False,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of
     scores.json.
 
-    `predictor` comes from `load_predictor`; a case of `held_out` has its own, and its own
-    post-processing. For a run of a fold `store` is the fold's view. `about`, the `origin`, is by
-    default that of the run in `run_dir`. Predictions and scores replace earlier ones only when all
-    cases are done: an error or Ctrl-C leaves those whole.
+    `predictor` comes from `load_predictor`. For a run of a fold `store` is the fold's view.
+    `about`, the `origin`, is by default that of the run in `run_dir`. Predictions and scores
+    replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
     Raises InputError when the split has no cases or one without a label, when the store's channels
     or labels are not the run's, and when the network's answer is not finite."""
     records = _cases_to_score(predictor, store, split)
     if about is None:
         about = origin([run_dir], [load_config(run_dir)], [predictor])
+    regions = predictor.regions
     cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                answers = (predictor, postprocessing)
-                if held_out:
-                    answers = held_out[record.case_id]
-                labels = folder / PREDICTIONS
-                cases.append(_score(answers, store, record, tolerance_mm, labels, evidence))
+                begin = time.monotonic()
+                answers = predictor.probabilities(store.image(record.case_id), record)
+                label = postprocessing.paint(answers, regions, ras_steps_mm(record.geometry))
+                write_volume(
+                    folder / PREDICTIONS / f"{record.case_id}.nii.gz", label, record.geometry
+                )
+                predict_s = round(time.monotonic() - begin, 3)
+                scores = _score(answers, label, regions, store, record, tolerance_mm, evidence)
+                cases.append(
+                    {"predict_s": predict_s, "postprocessing": postprocessing.words, **scores}
+                )
+                del answers  # else they are in memory while the next case is predicted
                 advance()
-        regions = predictor.regions
         manifest = store.manifest
         meanings = code_meanings(regions, predictor.labels)
         content = {
@@ -226,72 +211,43 @@ def evaluate_split(
 
 
 def _score(
-    predicting: Answers,
+    answers: np.ndarray,
+    label: np.ndarray,
+    regions: Mapping[str, Sequence[int]],
     store: Store,
     record: CaseRecord,
     tolerance_mm: float,
-    predictions: Path,
     evidence: bool,
 ) -> Dict[str, Any]:
-    """Write the label map of a case into `predictions`; returns its entry in scores.json."""
+    """Score the label painted from a case's probabilities; returns its entry in scores.json."""
     begin = time.monotonic()
-    predictor, postprocessing = predicting
-    answers = predictor.probabilities(store.image(record.case_id), record)
     steps_mm = ras_steps_mm(record.geometry)
-    label = postprocessing.paint(answers, predictor.regions, steps_mm)
-    predicted = time.monotonic()
     truth = np.asarray(store.truth(record.case_id))
     ignored = ignored_voxels(truth, store.manifest.ignore)
-    regions = {}
-    for name, codes in predictor.regions.items():
+    scores = {}
+    for name, codes in regions.items():
         masks = region_mask(truth, codes), region_mask(label, codes)
-        regions[name] = score_region(*masks, steps_mm, tolerance_mm, ignored)
-    write_volume(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
+        scores[name] = score_region(*masks, steps_mm, tolerance_mm, ignored)
     more = {}
     if evidence:
-        gathered = gather(answers, truth, predictor.regions, steps_mm, ignored)
+        gathered = gather(answers, truth, regions, steps_mm, ignored)
         more["evidence"] = dataclasses.asdict(gathered)
     return {
         "case_id": record.case_id,
-        "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
-        "predict_s": round(predicted - begin, 3),
-        "score_s": round(time.monotonic() - predicted, 3),
-        "postprocessing": postprocessing.words,
-        "regions": regions,
+        "mean_dice": float(np.mean([region["dice"] for region in scores.values()])),
+        "score_s": round(time.monotonic() - begin, 3),
+        "regions": scores,
         **more,
     }
 
 
-def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str]]) -> None:
-    """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it
-    has held out."""
+def _print_scores(scores: Mapping[str, Any]) -> None:
+    """The summary as a table, and the worst cases."""
     new_console().print(scores_table(scores))
-    dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
-    if len(dice) > 1:
-        worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
-        say(f"worst by mean Dice: {worst}", stderr=False)
-    if held_out:
-        means = []
-        for fold, ids in held_out.items():
-            mean = np.mean([dice[case_id] for case_id in ids])
-            means.append(f"{fold} {mean:.3f}")
-        text = "mean Dice of each fold on the cases it held out"
-        say(f"{text}: {', '.join(means)}", stderr=False)
-
-
-def _rules_for(
-    together: RunSet, split: str, is_crossed: bool, *, raw: bool
-) -> List[PostProcessing]:
-    """The post-processing of each run, if folds are cross-validated, or of their joint answer."""
-    runs = together.runs
-    if raw:
-        return [RAW] * len(runs)
-    if together.folder and split != UNTOUCHED:
-        return [PostProcessing(off="decided on these very cases")] * len(runs)
-    if not is_crossed:
-        return [postprocessing_together(together)]
-    pairs = zip(runs, together.configs)
-    return [postprocessing_of(run, config, together.weights) for run, config in pairs]
+    if len(scores["cases"]) > 1:
+        worst = ranked(scores["cases"])[:WORST]
+        names = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in worst)
+        say(f"worst by mean Dice: {names}", stderr=False)
 
 
 def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, List[str]]:
@@ -307,17 +263,6 @@ def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, 
             *training_notes(record, configs),
         ]
     return notes
-
-
-def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Sequence[str]]:
-    """Fold -> the case ids it held out, if folds are cross-validated. Raises InputError for their
-    training cases."""
-    if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
-        return {}
-    if split == "train":
-        rule = f"--split must be test or val for {len(folds)} folds"
-        raise InputError(f"{rule}, got train, which differs by fold; choose one")
-    return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
 
 
 def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
@@ -338,6 +283,14 @@ def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
         raise InputError(f"{rule}, got {got}; choose another --out, or move it away")
 
 
+def _check_filled(store: Store, split: str) -> None:
+    """Raise InputError for a split without cases."""
+    if not store.manifest.split[split]:
+        filled = [name for name in SPLITS if store.manifest.split[name]]
+        rule = f'split "{split}" of store {store.folder} must hold cases, got none'
+        raise InputError(f"{rule}; choose --split {' or '.join(filled)}")
+
+
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest = store.manifest
     records = store.cases(split)
@@ -346,10 +299,7 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
     if own != stored:
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
-    if not records:
-        filled = [name for name in SPLITS if manifest.split[name]]
-        rule = f'split "{split}" of store {store.folder} must hold cases, got none'
-        raise InputError(f"{rule}; choose --split {' or '.join(filled)}")
+    _check_filled(store, split)
     where = f"store {store.folder}"
     raise_if_any(
         f"case {record.case_id} must have a label to be scored, got none in {where}; "

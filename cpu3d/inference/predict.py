@@ -50,10 +50,10 @@ import numpy as np
 
 from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
-from cpu3d.data.cases.resample import grid_of, in_mm, resample_label
+from cpu3d.data.cases.resample import grid_of, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
 from cpu3d.data.files.arrays import file_sha256
-from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
+from cpu3d.data.labels import code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, ras_steps_mm, volume_content, write_volume
 from cpu3d.data.normalise import in_units
@@ -92,7 +92,7 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.units import by, format_seconds
+from memory_estimator.common.units import format_seconds
 
 NO_NETWORK = "--run or --network must be given, got neither; name a run, or an export"
 
@@ -213,11 +213,9 @@ def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for sidecar in sidecars:
         volumes = [f"{ml:.2f}" for ml in sidecar["volumes_ml"].values()]
-        grid = f"{by(sidecar['shape'], ' x ')} of {in_mm(sidecar['spacing_mm'])}"
-        rows.append((sidecar["label"], *volumes, grid, f"{sidecar['seconds']:.1f}"))
-    head = ("file", *(f"{name} ml" for name in regions), "voxels along R, A, S", "seconds")
-    caption = "seconds of the first file: with the start of what computes"
-    return Table(head, rows, title="predictions", caption=caption)
+        rows.append((sidecar["label"], *volumes, f"{sidecar['seconds']:.1f}"))
+    head = ("file", *(f"{name} ml" for name in regions), "seconds")
+    return Table(head, rows, title="predictions")
 
 
 def predict_case(
@@ -376,12 +374,10 @@ def _made_from(
         "normalisation": [kind.to_json() for kind in kinds],
         "target_spacing_mm": predictor.target_spacing_mm,
         "zero_nan": options.zero_nan,
-        "threshold": THRESHOLD,
         "regions": {name: list(codes) for name, codes in case.regions.items()},
         "painting": list(case.regions.paint.items()),
         "label_codes": {str(code): name for code, name in meanings.items()},
         "postprocessing": postprocessing.words,
-        "postprocessing_rules": dataclasses.asdict(postprocessing)["rules"],
     }
 
 
@@ -392,12 +388,8 @@ def _answered(case: Case, record: CaseRecord, label: np.ndarray) -> Dict[str, An
     for name, codes in case.regions.items():
         voxels = int(np.count_nonzero(region_mask(label, codes)))
         volumes_ml[name] = round(voxels * voxel_ml, 4)
-    seen = {}
-    if record.resampled_from:
-        seen["seen_spacing_mm"] = list(record.spacing_mm)  # by the network
     return {
         "volumes_ml": volumes_ml,
-        **seen,
         "axes": record.geometry.axes,
         "shape": list(ras_shape(record.geometry)),
         "spacing_mm": list(ras_spacing_mm(record.geometry)),
@@ -407,15 +399,13 @@ def _answered(case: Case, record: CaseRecord, label: np.ndarray) -> Dict[str, An
 
 
 def _mapping(cases: Sequence[Case]) -> List[str]:
-    """The codes that are written, a line for all cases with the same codes."""
-    alike: Dict[str, List[Case]] = {}
-    for case in cases:
-        alike.setdefault(case.codes_of, []).append(case)
+    """The codes that are written, a line for each meaning of them."""
     lines = []
-    for codes_of, same in alike.items():
-        ids = listed(case.files.case_id for case in same)
-        meanings = code_meanings(same[0].regions, same[0].labels)
+    for case in cases:
+        meanings = code_meanings(case.regions, case.labels)
         codes = ", ".join(f"{code} {name}" for code, name in meanings.items())
-        todo = "; --codes chooses others" if codes_of == STORE else ""
-        lines.append(f"{ids}: label codes of {codes_of}: {codes}{todo}")
+        todo = "; --codes chooses others" if case.codes_of == STORE else ""
+        line = f"label codes of {case.codes_of}: {codes}{todo}"
+        if line not in lines:
+            lines.append(line)
     return lines

@@ -59,11 +59,6 @@ class Predictor:
         compiled = functools.partial(compiled_network, config.unet, weights)
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(compiled)
 
-    @property
-    def mirrored(self) -> Tuple[int, ...]:
-        """The axes of X, Y, Z along which answers are averaged over mirror images."""
-        return mirrored_axes_of(self.config, self.inference)
-
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
     ) -> np.ndarray:
@@ -79,7 +74,8 @@ class Predictor:
         logits_of = functools.partial(self._logits, resizing=self._resizing(record))
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             seen = self._seen(image, record, region, tuple(channels or self.channels))
-            logits = over_mirror_images(logits_of, seen, self.mirrored)
+            axes = mirrored_axes_of(self.config, self.inference)
+            logits = over_mirror_images(logits_of, seen, axes)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
             answers = to_source_grid(answers, record)
         if not np.isfinite(answers).all():
@@ -156,8 +152,6 @@ def _finest_logits(model: Any, image: Any) -> Any:
 def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 2)) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and of its mirror images along
     some `axes` of X, Y, Z, seven along all three, each mirrored back."""
-    if not axes:
-        return logits_of(image)
     counts = range(len(axes) + 1)
     images = [some for count in counts for some in itertools.combinations(axes, count)]
     total = 0

@@ -5,10 +5,11 @@ configs = load_configs(runs)
 store = store_of_run(configs[0])
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.cases.resample import differs, in_mm
 from cpu3d.data.fold import parse_fold, with_fold
@@ -23,7 +24,7 @@ from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import read_folds, trained_folds
 from cpu3d.settings import AUTO, RunConfig
-from cpu3d.util.records import count, listed
+from cpu3d.util.records import listed
 from memory_estimator.common.schema import check, option
 
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
@@ -189,21 +190,16 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
 
 
 def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[str]:
-    """A note for each id of a case that some of the runs were trained on. None if their store
-    cannot be read, as it may have been moved."""
-    seen: Dict[str, int] = {}
+    """A note that names the cases that some of the runs were trained on, if there are any."""
+    trained = set()
     for config in configs:
-        try:
-            trained = set(store_of_run(config).manifest.split["train"])
-        except (InputError, OSError):
-            return []
-        for case_id in trained.intersection(case_ids):
-            seen[case_id] = seen.get(case_id, 0) + 1
-    effect = "if it is the same one, its answer is better than that of a new case"
-    return [
-        f"a case {case_id} was trained on by {number} of {count(len(configs), 'network')}: {effect}"
-        for case_id, number in sorted(seen.items())
-    ]
+        with contextlib.suppress(InputError, OSError):  # the store may have been moved
+            trained.update(store_of_run(config).manifest.split["train"])
+    seen = sorted(trained.intersection(case_ids))
+    if not seen:
+        return []
+    effect = "if they are the same ones, their answers are better than those of new cases"
+    return [f"note: the runs were trained on cases of these names, {listed(seen)}: {effect}"]
 
 
 @dataclass(frozen=True)
@@ -219,13 +215,14 @@ class RunSet:
 def open_runs(options: RunOptions) -> RunSet:
     """The runs that are named, or the folds of a folder of folds. Raises InputError as
     `load_configs`, and for such a folder beside other runs."""
-    folders = [run for run in options.run if read_folds(run)]
+    named = [run.resolve() for run in options.run]
+    folders = [run for run in named if read_folds(run)]
     if not folders:
-        configs = load_configs(options.run, some_folds=options.some_folds)
-        return RunSet(list(options.run), configs, options.weights or "best")
+        configs = load_configs(named, some_folds=options.some_folds)
+        return RunSet(named, configs, options.weights or "best")
     folder = folders[0]
-    if len(options.run) > 1:
-        got = listed(options.run)
+    if len(named) > 1:
+        got = listed(named)
         rule = f"--run must name a folder of folds alone, got {got}"
         raise InputError(f"{rule}; leave the others out")
     trained = trained_folds(folder)
@@ -258,23 +255,12 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
                 problems.append(f"{rule}; put runs of one store and of the same regions together")
     folds = [config.fold for config in configs]
     if any(folds):
-        problems += _problems_of_folds(folds, some_folds)
+        total = max(parse_fold(fold)[1] for fold in folds if fold)
+        every = {f"{number}/{total}" for number in range(1, total + 1)}
+        is_right = set(folds) <= every if some_folds else set(folds) == every
+        if not is_right or len(set(folds)) < len(folds):
+            got = listed(fold or "a run of no fold" for fold in folds)
+            rule = f"runs must be all folds of {total}, each once, or some with --some-folds"
+            problems.append(f"{rule}, got {got}; name others")
     raise_if_any(problems)
     return configs
-
-
-def _problems_of_folds(folds: Sequence[str], some_folds: bool) -> Iterator[str]:
-    """What is wrong with the folds of runs that answer together; "" is a run of no fold."""
-    total = max(parse_fold(fold)[1] for fold in folds if fold)
-    all_folds = {f"{number}/{total}" for number in range(1, total + 1)}
-    if some_folds:
-        kind = "different"
-        todo = "name others"
-        is_right = set(folds) <= all_folds
-    else:
-        kind = "all"
-        todo = "name others, or add --some-folds"
-        is_right = set(folds) == all_folds
-    if not is_right or len(set(folds)) < len(folds):
-        got = listed(fold or "a run of no fold" for fold in folds)
-        yield f"runs must be {kind} folds of {total}, each once, got {got}; {todo}"

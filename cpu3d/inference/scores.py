@@ -262,7 +262,9 @@ def score_region(
     # Lesions that grow together do so inside of this box.
     box = bounding_box(truth | prediction).slices(truth.shape)
     steps_mm = steps_of(spacing_mm)
-    diagonal_mm = _diagonal_mm(truth.shape, steps_mm)
+    # The longest diagonal: a sheared grid has four of different length.
+    corners = [np.multiply(truth.shape, (1, y, z)) for y in (1, -1) for z in (1, -1)]
+    diagonal_mm = float(max(np.linalg.norm(steps_mm @ corner) for corner in corners))
     if ignored is not None:  # with the neighbours of its outermost voxels
         box = xyz(slice(max(axis.start - 1, 0), axis.stop + 1) for axis in box)
         ignored = ignored[box]
@@ -283,22 +285,15 @@ def has_region(scores: Mapping[str, Any]) -> bool:
     return scores.get("empty", "") not in ("truth", "both")
 
 
-def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
-    """The caption of a table of these metrics, as "HD95 in mm; surface Dice at 1 mm"."""
-    metrics = [METRICS[name] for name in names]
-    notes = [f"{metric.label} in {metric.unit}" for metric in metrics if metric.unit]
+def metric_notes(tolerance_mm: float) -> str:
+    """The caption of a table of all metrics, as "HD95 in mm; surface Dice at 1 mm"."""
+    notes = [f"{metric.label} in {metric.unit}" for metric in METRICS.values() if metric.unit]
     notes += [
         f"{metric.label} {metric.note.format(tolerance_mm=tolerance_mm)}"
-        for metric in metrics
+        for metric in METRICS.values()
         if metric.note
     ]
     return "; ".join(notes)
-
-
-def _diagonal_mm(shape: Sequence[int], steps_mm: np.ndarray) -> float:
-    """The longest diagonal of a grid; a sheared one has four of different length."""
-    corners = [np.multiply(shape, (1, y, z)) for y in (1, -1) for z in (1, -1)]
-    return float(max(np.linalg.norm(steps_mm @ corner) for corner in corners))
 
 
 def connected_components(mask: np.ndarray) -> np.ndarray:

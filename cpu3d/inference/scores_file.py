@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 import numpy as np
 
-from cpu3d.data.split import SPLITS
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, applied
@@ -24,7 +23,6 @@ SCHEMA = 1  # version of scores.json
 PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, beside scores.json
 FILES = (PREDICTIONS, "scores.json")  # all files of an evaluation; the scores are written last
 UNTOUCHED = "test"  # the split that neither training nor the choice of the best checkpoint has seen
-WORST = 5  # cases that the summary names
 
 # Statistics of a metric over the cases; the deviation is of these cases, n in the denominator.
 STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
@@ -70,10 +68,11 @@ def outdated_scores(
     if "weights" not in differing and not are_of_weights(scores, [run]):
         reasons.append("scores of earlier weights")
     if postprocessing is not None:
-        scored = dict.fromkeys(case["postprocessing"] for case in scores["cases"])
-        reasons += [
-            f"postprocessing {words}" for words in scored if not postprocessing.is_of(words)
-        ]
+        for words in dict.fromkeys(case["postprocessing"] for case in scores["cases"]):
+            # All that are off are alike.
+            is_off = postprocessing.off and words.startswith("off: ")
+            if not is_off and words != postprocessing.words:
+                reasons.append(f"postprocessing {words}")
     return ", ".join(reasons)
 
 
@@ -119,11 +118,9 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
 
 def of_cases(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
     """The fields of scores.json that follow from its "cases"."""
-    worst = ranked(cases)[:WORST]
     return {
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "summary": summarise(cases),
-        "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in worst],
         "cases": cases,
     }
 
@@ -146,7 +143,7 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
         ("region", "score", "mean \u00b1 sd", "median"),
         rows,
         title=f'{cases} of {scores["name"]}, split "{scores["split"]}"',
-        caption=metric_notes(tuple(METRICS), scores["tolerance_mm"]),
+        caption=metric_notes(scores["tolerance_mm"]),
         names=2,
     )
 
@@ -200,8 +197,8 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     names = set(scores["regions"])
     scored = [scores["summary"], *(case["regions"] for case in scores["cases"])]
     is_of_regions = all(set(regions) == names for regions in scored)
-    if scores["split"] not in SPLITS or not scores["cases"] or not is_of_regions:
-        raise ValueError("another split, no cases, or cases of other regions")
+    if not scores["cases"] or not is_of_regions:
+        raise ValueError("no cases, or cases of other regions")
     if not all({"inference", "weights_sha256"} <= set(run) for run in scores.get("runs", [scores])):
         raise ValueError("a run without inference or weights")
     return scores

@@ -219,7 +219,7 @@ def _scores_table(answers: OutOfFold) -> Table:
             )
             rows.append(row)
             name = ""  # in its first row
-    notes = metric_notes(tuple(METRICS), answers.scores["tolerance_mm"])
+    notes = metric_notes(answers.scores["tolerance_mm"])
     return Table(
         ("region", "score", "mean \u00b1 sd", "median", "where present", "means of folds"),
         rows,

@@ -1,7 +1,7 @@
 """What a program must know of an exported network: export.json.
 
 config = exported_config(load_config(run))
-about = contract(config, "bfloat16", "onnx", postprocessing)
+about = contract(config, "onnx", postprocessing)
 """
 
 import dataclasses
@@ -46,9 +46,7 @@ def check_size(config: RunConfig, record: CaseRecord, region: Region) -> None:
         raise InputError(f"{rule}, got {got}; {todo}")
 
 
-def contract(
-    config: RunConfig, trained_dtype: str, format_: str, postprocessing: PostProcessing
-) -> Dict[str, Any]:
+def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) -> Dict[str, Any]:
     """Inputs and outputs of an exported network: everything in export.json that follows from
     `exported_config` and the post-processing.
 
@@ -73,15 +71,11 @@ def contract(
         "label_codes": {str(code): name for code, name in meanings.items()},
         "paint": paint,
         "axes": "RAS",
-        "trained_spacing_mm": config.spacing_mm,
         "target_spacing_mm": config.target_spacing_mm,
-        "extent": config.extent,
-        "mode": config.mode,
         "mirrored_axes": mirrored_axes_of(config, Inference()),
         "size": config.grid,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,
-        "trained_dtype": trained_dtype,
         "format": format_,
         "postprocessing": dataclasses.asdict(postprocessing),
         "postprocessing_in_words": postprocessing.words,

@@ -7,11 +7,12 @@ transposed on the way in and the answer on the way out."""
 
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import FULL, InputError, NoRoomError
 from cpu3d.inference.export.contract import OUTPUT, inputs_of
 from cpu3d.settings import RunConfig
@@ -34,10 +35,9 @@ def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: 
     model = build_unet3d(config.unet, config.grid, batch_size=1)
     model.set_weights(weights)
     network = tf.keras.Model(model.input, finest(model.output))  # of plain layers
-    windows = _windows(config)
 
     def answer(image, mean=None, std=None):
-        normalised = _normalised_tensor(image, mean, std, windows)
+        normalised = _normalised_tensor(config, image, mean, std)
         return {OUTPUT: network(normalised[None], training=False)[0]}
 
     module = tf.Module()
@@ -75,9 +75,9 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
     graph = _Graph(onnx)
     unet = config.unet
     # {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
-    of_layers: Dict[str, Dict[str, np.ndarray]] = {}
+    by_layer: Dict[str, Dict[str, np.ndarray]] = {}
     for weight, array in zip(network_weights(unet), weights):
-        of_layers.setdefault(weight.layer, {})[weight.name] = array
+        by_layer.setdefault(weight.layer, {})[weight.name] = array
     channels_first = graph.add("Transpose", [_normalised(graph, config)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
     tensors = {}
@@ -86,7 +86,7 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
             tensors[op.name] = image
         elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
-            tensors[op.name] = _layer(graph, op, unet.norm, inputs, of_layers.get(op.name, {}))
+            tensors[op.name] = _layer(graph, op, unet.norm, inputs, by_layer.get(op.name, {}))
     turned = graph.add("Transpose", [tensors["head"]], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], OUTPUT)
     helper = onnx.helper
@@ -105,36 +105,25 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
     )
 
 
-class _Windows(NamedTuple):
-    """What a network needs to know of how its channels are normalised, each (C,)."""
-
-    low: np.ndarray  # float32: values are read from there
-    high: np.ndarray  # up to there
-    has_background: np.ndarray  # bool: whether 0 stays 0
-
-
-def _windows(config: RunConfig) -> Optional[_Windows]:
-    """Those of a run; None if 0 is background in all channels."""
-    if not config.normalisation:
-        return None
-    kinds = config.normalisation_of(config.channels)
+def _windows(config: RunConfig) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How channels are normalised, each (C,): the least and the largest value that is read,
+    float32; and bool, whether 0 is a value like others, not background."""
+    usual = (Normalisation(Kind.FOREGROUND),) * len(config.channels)
+    kinds = config.normalisation_of(config.channels) or usual
     most = float(np.finfo(np.float32).max)  # not infinity, which an operator need not take
     low = [-most if each.low is None else each.low for each in kinds]
     high = [most if each.high is None else each.high for each in kinds]
-    has_background = [each.has_background for each in kinds]
-    return _Windows(np.float32(low), np.float32(high), np.array(has_background))
+    has_none = [not each.has_background for each in kinds]
+    return np.float32(low), np.float32(high), np.array(has_none)
 
 
-def _normalised_tensor(
-    image, mean: Any = None, std: Any = None, windows: Optional[_Windows] = None
-):
+def _normalised_tensor(config: RunConfig, image, mean: Any = None, std: Any = None):
     """(value - mean) / std of voxels that are not 0, else 0: (X, Y, Z, C) float32. A channel
     without contrast is 0. Statistics are float64, as in a store's records: a sum over millions of
-    voxels loses digits in float32. With `windows` 0 is a value like others in some channels."""
-    present = tf.not_equal(image, 0)
-    if windows is not None:
-        present = tf.logical_or(present, ~windows.has_background)
-        image = tf.clip_by_value(image, windows.low, windows.high)
+    voxels loses digits in float32. In some channels 0 is a value like others."""
+    low, high, has_no_background = _windows(config)
+    present = tf.logical_or(tf.not_equal(image, 0), has_no_background)
+    image = tf.clip_by_value(image, low, high)
     if mean is None:
         values = tf.cast(image, tf.float64)
         mask = tf.cast(present, tf.float64)
@@ -179,13 +168,10 @@ def _normalised(graph: _Graph, config: RunConfig) -> str:
     unit = graph.constant(np.float64(1))
     background = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", background])])
-    image = "image"
-    windows = _windows(config)
-    if windows is not None:
-        everywhere = graph.constant(~windows.has_background)
-        present = graph.add("Or", [present, everywhere])
-        image = graph.add("Max", [image, graph.constant(windows.low)])
-        image = graph.add("Min", [image, graph.constant(windows.high)])
+    low, high, has_no_background = _windows(config)
+    present = graph.add("Or", [present, graph.constant(has_no_background)])
+    image = graph.add("Max", ["image", graph.constant(low)])
+    image = graph.add("Min", [image, graph.constant(high)])
     if "mean" in inputs_of(config):
         mean = graph.cast("mean", "DOUBLE")
         std = graph.cast("std", "DOUBLE")

@@ -97,12 +97,6 @@ class PostProcessing:
         removed = [f"{name} below {rule}" for name, rule in self.rules.items()]
         return f"removes parts of {'; of '.join(removed)}"
 
-    def is_of(self, words: str) -> bool:
-        """Whether answers with this change have these `words`: all that are off are alike."""
-        if self.off:
-            return words.startswith("off: ")
-        return words == self.words
-
 
 RAW = PostProcessing(off="--raw")
 

@@ -22,7 +22,7 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError, fault_of
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.postprocessing.choice import Choice, best_rules
-from cpu3d.inference.postprocessing.evidence import Evidence, Means, Scores, gather
+from cpu3d.inference.postprocessing.evidence import Evidence, Scores, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, Regions, common_rules
 from cpu3d.inference.runs import Inference, RunSet, store_of_run
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
@@ -36,7 +36,6 @@ from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import count
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.units import format_seconds
 
@@ -52,16 +51,12 @@ CaseScores = Dict[str, Dict[str, Scores]]  # case id -> region, the largest firs
 
 
 @dataclass(frozen=True)
-class PostprocessingRules:
-    """The content of postprocessing.json."""
+class PostprocessingRules(Choice):
+    """The content of postprocessing.json. Means are empty if cases were too few."""
 
     weights_sha256: Tuple[str, ...]  # of the run's best weights, or the last ones of each fold
     split_hash: str
     cases: int  # labelled cases that it is decided on
-    chosen: PostProcessing
-    before: Dict[str, Means]  # region -> means of the raw answers; empty if cases were too few
-    after: Dict[str, Means]  # the same after `chosen`
-    cases_with: Dict[str, int]  # region -> cases that have it
 
 
 def read_rules(run: Path) -> Optional[PostprocessingRules]:
@@ -164,7 +159,7 @@ def _choose_rules(run: Path, store_folder: Optional[Path]) -> PostprocessingRule
 def _write_rules(
     folder: Path, hashes: Tuple[str, ...], config: RunConfig, cases: int, choice: Choice
 ) -> PostprocessingRules:
-    rules = PostprocessingRules(hashes, config.split_hash, cases, **vars(choice))
+    rules = PostprocessingRules(*vars(choice).values(), hashes, config.split_hash, cases)
     write_json(folder / FILE, {"schema": SCHEMA, **dataclasses.asdict(rules)})
     return rules
 
@@ -192,7 +187,7 @@ def choose_rules_after_training(run: Path, store_folder: Path, heartbeat: Heartb
     try:
         step = last_end(run).get("step", 0)
         heartbeat.phase(DECIDING, step=step, steps=step)
-        line = _in_words(_choose_rules(run, store_folder))
+        line = _choose_rules(run, store_folder).chosen.words
     except Exception as error:  # also TensorFlow's own
         why = fault_of(error) if isinstance(error, OSError) else str(error)
         why = why or type(error).__name__
@@ -202,18 +197,6 @@ def choose_rules_after_training(run: Path, store_folder: Path, heartbeat: Heartb
         done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
     say(f"post-processing, {format_seconds(time.perf_counter() - begin)}: {line}")
-
-
-def _in_words(rules: PostprocessingRules) -> str:
-    """The choice, and what it changes."""
-    if rules.chosen.off:
-        return rules.chosen.words
-    pairs = zip(rules.before.items(), rules.after.values())
-    changes = ", ".join(
-        f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs
-    )
-    cases = count(rules.cases, "validation case")
-    return f"{rules.chosen.words}; lesion-wise Dice {changes} on {cases}"
 
 
 def choose_rules_of_folds(folder: Path, evidences: Sequence[Evidence]) -> PostprocessingRules:

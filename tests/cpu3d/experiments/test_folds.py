@@ -113,29 +113,10 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     assert commands.seen() == [], "all is done"
 
 
-def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
-    commands, phantom_store, whole_folds, tmp_path, capsys
-):
-    words = ["evaluate", "--run", str(whole_folds), "--split", "val"]
-    kept = scores_path(whole_folds, "val").read_bytes()
-    for more in ([], ["--out", str(whole_folds)]):
-        assert main([*words, *more]) == 2
-        rule = "--out must name another folder than that of folds for split val"
-        assert f"{rule}, got {whole_folds}" in capsys.readouterr().err
-    assert scores_path(whole_folds, "val").read_bytes() == kept
-    assert main([*words, "--out", str(tmp_path / "last")]) == 0
-    assert "warning" not in capsys.readouterr().err
-    assert main([*words, "--out", str(tmp_path / "best"), "--weights", "best"]) == 0
-    assert "chosen by its scores on these cases" in capsys.readouterr().err
-    # The cases of a single fold have decided the rules of the folder.
-    shutil.rmtree(whole_folds / "fold-2" / "checkpoints")
-    commands.diverges = "fold-2"
-    with pytest.raises(RunFailedError):
-        train_folds(phantom_store.folder, whole_folds, 2)
-    assert json.loads((whole_folds / "postprocessing.json").read_text())["cases"] == 3
-    assert main([*words, "--out", str(tmp_path / "one"), "--some-folds"]) == 0
-    cases = read_scores(scores_path(tmp_path / "one", "val"))["cases"]
-    assert {case["postprocessing"] for case in cases} == {"off: decided on these very cases"}
+def test_folds_together_are_scored_on_test_cases_alone(whole_folds, tmp_path, capsys):
+    words = ["evaluate", "--run", str(whole_folds), "--split", "val", "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert "--split must be test for folds together, got val" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut_at", [0, 3])  # in the first training, in the last scoring
@@ -544,11 +525,7 @@ def test_folds_of_all_patients_are_not_evaluated_but_their_scores_are_named(
     commands.loaded.clear()
     capsys.readouterr()
     assert main(["evaluate", "--run", str(folder)]) == 2
-    problem = capsys.readouterr().err
-    for place in (folder / "report.html", folder / "evaluation" / "val"):
-        assert str(place) in problem
-    assert main(["evaluate", "--run", str(folder / "fold-1")]) == 2
-    assert "--split val --weights last --raw" in capsys.readouterr().err
+    assert 'split "test" of store' in capsys.readouterr().err
     assert commands.loaded == [], "no network was asked"
     assert "evaluate" not in set_status(folder).advice
     assert "--split val --weights last --raw" in run_status(folder / "fold-1").advice

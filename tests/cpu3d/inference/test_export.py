@@ -2,9 +2,7 @@
 refused."""
 
 import dataclasses
-import errno
 import json
-import os
 import re
 import shutil
 
@@ -55,7 +53,7 @@ def make_run(store, folder, **settings):
     save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
     digest = (file_sha256(folder / "checkpoints/best.npz"),)
     with_it = dict.fromkeys(config.regions, 3)
-    decision = PostprocessingRules(digest, config.split_hash, 3, RULES, {}, {}, with_it)
+    decision = PostprocessingRules(RULES, {}, {}, with_it, digest, config.split_hash, 3)
     write_json(folder / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     return folder
 
@@ -91,8 +89,6 @@ RUNS = {  # format and kind of run -> its settings
         "channels": ("T1gd",),
         "flip": False,
     },
-    "onnx strides": {"strides": ((2, 2, 1), (1, 2, 2)), "up": "upsampling"},
-    "savedmodel strides": {"strides": ((2, 1, 2), (2, 2, 1)), "residual": True},
 }
 
 
@@ -142,17 +138,13 @@ def test_predict_answers_alike_with_a_run_and_with_its_export(export, store, tmp
     ]
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", about["file"]])
-    assert list(about["outputs"]) == ["logits"]
     assert ("mean" in about["inputs"]) == config.is_patch
     checked = about["verification"]
     assert checked["case_id"] == "e"  # the first of test
     assert checked["largest_difference"] < checked["tolerance"] <= 2e-5
-    assert checked["different_labels"]["float32"] == 0
-    # `predict` computes in the run's dtype. Which labels bfloat16 turns is chance: in many voxels a
-    # network that has learnt nothing finds two as likely.
+    # `predict` computes in the run's dtype.
     if config.unet.dtype == "bfloat16":
         assert 1e-4 < checked["largest_difference_from_predict"] < 0.05
-    assert checked["postprocessed_voxels"] > 0
 
 
 @pytest.mark.parametrize("around", [0, -70])
@@ -181,7 +173,7 @@ def test_channels_of_every_kind_are_exported_and_whatever_surrounds_a_volume(
     words = ["--format", format_, "--out", str(out), "--case", str(tmp_path / "f.nii.gz")]
     assert main(["export", "--run", str(run), *words]) == 0
     about = json.loads((out / "export.json").read_text())
-    assert set(about["verification"]["different_labels"].values()) == {0}
+    assert about["verification"]["different_labels"] == 0
     expected, _ = predicted(["--run", run], tmp_path / "f.nii.gz", tmp_path / "of run")
     label, _ = predicted(["--network", out], tmp_path / "f.nii.gz", tmp_path / "of network")
     np.testing.assert_array_equal(label, expected)
@@ -230,13 +222,12 @@ def call(tiny, tmp_path, capsys):
     return call
 
 
-def test_a_network_that_answers_otherwise_gets_no_export_json(call, monkeypatch, tmp_path):
+def test_a_network_that_answers_otherwise_is_not_written(call, monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "EPSILON", 0.5)
     code, message = call()
-    assert code == 1
-    assert "largest difference" in message
-    assert "has no export.json" in message
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.onnx"]
+    assert code == 2
+    assert "must answer as the run's" in message
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_given_case_and_the_last_weights_without_rules_of_the_best(call, tiny, store, tmp_path):
@@ -249,7 +240,7 @@ def test_a_given_case_and_the_last_weights_without_rules_of_the_best(call, tiny,
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
     assert "best weights" in about["postprocessing"]["off"]
-    assert about["verification"]["postprocessed_voxels"] == 0
+    assert about["verification"]["label_voxels"] > 0
 
 
 def test_a_given_case_has_its_channels_by_name(call, store, tmp_path):
@@ -262,35 +253,18 @@ def test_a_given_case_has_its_channels_by_name(call, store, tmp_path):
     assert "FLAIR, T1gd, got t2f, ADC" in message
 
 
-def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
-    def full(about, weights, path):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(formats, "write_onnx", full)
-    assert call()[0] == 1
-    assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("form", ["savedmodel", "onnx"])
-def test_a_full_disk_is_named_with_what_to_do(tiny, tmp_path, monkeypatch, capsys, form):
-    out = tmp_path / "out"
+def test_a_full_disk_is_named_and_leaves_an_empty_folder(tiny, tmp_path, monkeypatch, capsys):
     save = tf.saved_model.save
 
     def full(*about, **more):
         save(*about, **more)
-        raise tf.errors.ResourceExhaustedError(None, None, f"{out}/x; No space left on device")
-
-    def full_sync(handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise tf.errors.ResourceExhaustedError(None, None, "x; No space left on device")
 
     monkeypatch.setattr(tf.saved_model, "save", full)
-    monkeypatch.setattr(os, "fsync", full_sync)
-    words = ["export", "--run", str(tiny), "--format", form, "--out", str(out)]
+    out = tmp_path / "out"
+    words = ["export", "--run", str(tiny), "--format", "savedmodel", "--out", str(out)]
     assert main(words) == 1
-    file = "(saved_model|model.onnx) must fit on its disk"
-    problem = f"error: {out}/{file}, got No space .*; free space there and repeat"
-    assert re.search(problem, capsys.readouterr().err)
+    assert "No space left on device; free space there" in capsys.readouterr().err
     assert not list(out.iterdir())
 
 
@@ -324,9 +298,5 @@ def test_other_weights_a_smaller_resolution_a_larger_case_and_a_folder_with_file
     assert "case e must fit into 8 x 8 x 8, got 12 x 8 x 8" in call(run=run)[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")
-    code, message = call()
-    assert (code, (tmp_path / "out/thesis.tex").read_text()) == (2, "a year of work")
-    assert "must be a new or an empty folder, got a folder with files" in message
-    assert (
-        "must be a new or an empty folder, got a file" in call(out=tmp_path / "out/thesis.tex")[1]
-    )
+    assert call()[0] == 2
+    assert (tmp_path / "out/thesis.tex").read_text() == "a year of work"

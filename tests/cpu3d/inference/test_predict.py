@@ -429,31 +429,17 @@ def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
 def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(
     files, tmp_path, call, monkeypatch
 ):
-    image = files.images[0]
-    case = split_channels(image, "case_flair.nii.gz", "case_t1ce.nii.gz")[0].parent
-    again = shutil.copy(image, tmp_path / "a.nii.gz")
-    with pytest.raises(
-        InputError,
-        match=r"must not be a folder that is predicted on[\s\S]*case ids must differ, got",
-    ):
-        call("--image", case, image, again, "--out", case)
     monkeypatch.setattr(
         predict, "trained_predictors", lambda *_: pytest.fail("the network was loaded")
     )
+    image = files.images[0]
+    missing = (tmp_path / "no.nii.gz", tmp_path / "nor this")
     with pytest.raises(InputError) as caught:
-        call(
-            "--image",
-            image,
-            tmp_path / "no.nii.gz",
-            tmp_path / "nor this",
-            "--out",
-            tmp_path / "out",
-        )
+        call("--image", image, *missing, "--out", tmp_path / "out")
     assert len(caught.value.problems) == 2
     assert not (tmp_path / "out").exists()
-    for out in (image, image / "below"):
-        with pytest.raises(InputError, match="must be a folder to write to"):
-            call("--image", image, "--out", out)
+    with pytest.raises(InputError, match="must be a folder to write to"):
+        call("--image", image, "--out", image / "below")
 
 
 def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(
@@ -476,7 +462,7 @@ def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(
     with pytest.raises(DoesNotFitError) as caught:
         call("--image", *images, "--out", tmp_path / "out")
     assert len(caught.value.problems) == 4
-    assert any("ids must differ, got e for 2 cases" in line for line in caught.value.problems)
+    assert any("ids must differ, got e for several" in line for line in caught.value.problems)
     assert [path.name for path in (tmp_path / "out").glob("*.gz")] == ["b.nii.gz"]
 
 

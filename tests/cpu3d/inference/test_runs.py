@@ -194,7 +194,7 @@ def test_folds_must_be_all_of_one_number_each_once_or_some_where_that_is_chosen(
         configs = load_configs(folders, some_folds=some_folds)
         assert [config.fold for config in configs] == folds
     else:
-        with pytest.raises(InputError, match=f"runs must be .* folds of .*, got {folds[0]}"):
+        with pytest.raises(InputError, match=f"must be all folds of .*, got {folds[0]}"):
             load_configs(folders, some_folds=some_folds)
 
 

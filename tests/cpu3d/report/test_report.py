@@ -123,7 +123,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     hashes = (file_sha256(best),), load_config(tiny_run).split_hash
     chosen = PostProcessing({"WT": Rule(share=0.01)})
     cases_with = {"WT": 3, "TC": 3, "ET": 1}
-    decision = PostprocessingRules(*hashes, 3, chosen, before, after, cases_with)
+    decision = PostprocessingRules(chosen, before, after, cases_with, *hashes, 3)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
     assert "3 validation cases" in text
