@@ -186,15 +186,11 @@ class UNetConfig:
         """Convolutions of a level's block."""
         return len(self.widths.convolutions)
 
-    def up_width(self, level: int) -> int:
-        """Feature maps of the up-sampled input to decoder `level`."""
-        return int(self.encoder_widths(level + 1)[-1] * self.widths.up)
-
     def up_parts(self, level: int) -> List[Tuple[int, int]]:
         """Channels, first and past the last, of the up-sampled input to decoder `level` that are in
         memory at a time: all, but under "lean" no more than the skip has. With `residual` all stay
         until its sum."""
-        width = self.up_width(level)
+        width = int(self.encoder_widths(level + 1)[-1] * self.widths.up)
         most = self.encoder_widths(level)[-1] if self.policy == "lean" else width
         return [(first, min(first + most, width)) for first in range(0, width, most)]
 

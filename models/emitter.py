@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from models.config import UNetConfig
-from models.program import Form, Kind, Op, UniqueNames, Value, given, kernel_of
+from models.program import Kind, Op, UniqueNames, Value, ValueKind, given, kernel_of
 
 Maps = Tuple[Value, ...]
 
@@ -61,10 +61,11 @@ class Emitter:
         if is_whole:
             norm = self._norm_of(block, number)
             has_relu = not self._is_before_sum(number)
-        return self._emit(
+        return self._emit_map(
             Kind.CONVOLVE,
             layer,
-            self._value(layer, Form.MAP, maps[0].level, width),
+            maps[0].level,
+            width,
             maps=maps,
             kernel=kernel,
             add=add,
@@ -72,30 +73,26 @@ class Emitter:
             norm=norm,
             has_relu=has_relu,
             over=(*given(add), *maps)[:1],
-            kept=not again,
             again=again,
         )
 
     def max_pool(self, level: int, source: Value) -> Value:
-        layer = f"encoder{level}_pool"
-        made = self._value(layer, Form.MAP, level, source.channels)
         strides = self.config.stride(level - 1)
-        return self._emit(Kind.MAX_POOL, layer, made, maps=(source,), strides=strides, kept=True)
+        layer = f"encoder{level}_pool"
+        return self._emit_map(
+            Kind.MAX_POOL, layer, level, source.channels, maps=(source,), strides=strides
+        )
 
     def up(self, level: int, index: int, below: Value, again: bool) -> Value:
-        layer = self.up_layer(level)
         first, past = self.config.up_parts(level)[index]
-        made = self._value(layer, Form.MAP, level, past - first)
-        maps = (below,)
-        kernel = self._up_kernel(level, index)
-        return self._emit(
+        return self._emit_map(
             Kind.UP_CONVOLVE,
-            layer,
-            made,
-            maps=maps,
-            kernel=kernel,
+            self.up_layer(level),
+            level,
+            past - first,
+            maps=(below,),
+            kernel=self._up_kernel(level, index),
             strides=self.config.stride(level),
-            kept=not again,
             again=again,
         )
 
@@ -111,7 +108,7 @@ class Emitter:
         return self._emit(
             Kind.PROJECT,
             name,
-            self._value(name, Form.MAP, entry[index].level, width),
+            self._value(name, ValueKind.MAP, entry[index].level, width),
             maps=(entry[index],),
             kernel=self.kernel_rows(name, entry, index),
             add=add,
@@ -120,23 +117,21 @@ class Emitter:
         )
 
     def residual_sum(self, name: str, last: Value, total: Value, again: bool) -> Value:
-        layer = f"{name}_act{self.config.convolutions}"
-        return self._emit(
+        return self._emit_map(
             Kind.RESIDUAL_SUM,
-            layer,
-            self._value(layer, Form.MAP, last.level, last.channels),
+            f"{name}_act{self.config.convolutions}",
+            last.level,
+            last.channels,
             maps=(last,),
             add=total,
             block=name,
             over=(total,),
-            kept=not again,
             again=again,
         )
 
     def plain(self, name: str, operation: str, maps: Maps, width: int) -> Value:
         """An operation of models/plain.py."""
-        made = self._value(name, Form.MAP, maps[0].level, width)
-        return self._emit(Kind.PLAIN, name, made, maps=maps, plain=operation, kept=True)
+        return self._emit_map(Kind.PLAIN, name, maps[0].level, width, maps=maps, plain=operation)
 
     # --- Backward ---
 
@@ -165,20 +160,17 @@ class Emitter:
     ) -> Tuple[Value, Value]:
         """Of the filters, and of the values of the level below."""
         layer = self.up_layer(level)
-        both = {
-            "maps": (below,),
-            "gradient": grad,
-            "strides": self.config.stride(level),
-        }
-        grad_kernel = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
+        both = {"maps": (below,), "gradient": grad, "strides": self.config.stride(level)}
+        grad_kernel = self._value(f"{layer}/filter_gradient", ValueKind.KERNEL_GRADIENT)
         self._emit(Kind.UP_FILTER_GRADIENT, layer, grad_kernel, **both)
-        grad_below = self._gradient(layer, below)
         kernel = self._up_kernel(level, index)
-        self._emit(Kind.UP_INPUT_GRADIENT, layer, grad_below, **both, kernel=kernel)
-        return grad_kernel, grad_below
+        grad_below = self._gradient(layer, below)
+        return grad_kernel, self._emit(
+            Kind.UP_INPUT_GRADIENT, layer, grad_below, **both, kernel=kernel
+        )
 
     def add(self, grad: Value, add: Value) -> Value:
-        made = self._value(f"{grad.name}/sum", Form.GRADIENT, grad.level, grad.channels)
+        made = self._value(f"{grad.name}/sum", ValueKind.GRADIENT, grad.level, grad.channels)
         return self._emit(Kind.ADD, "", made, gradient=grad, add=add, over=(grad, add))
 
     def project_gradient(
@@ -189,7 +181,7 @@ class Emitter:
             Kind.PROJECT_GRADIENT,
             name,
             self._gradient(name, source),
-            self._of_kernel(name),
+            self._kernel_gradient(name),
             maps=(source,),
             gradient=grad,
             add=add,
@@ -202,11 +194,11 @@ class Emitter:
         """Of the finest head: first come the sums that the norm needs."""
         maps = (block.output,)
         kernel = kernel_of("head")
-        sums = self._value("head/sums", Form.GRADIENT, maps[0].level, maps[0].channels)
-        makes = (sums, self._of_kernel("head"))
+        sums = self._value("head/sums", ValueKind.GRADIENT, maps[0].level, maps[0].channels)
+        makes = (sums, self._kernel_gradient("head"))
         self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=grad, kernel=kernel)
         grad = self.norm_gradient(block, len(block.sums), sums)
-        made = self._gradient("head", maps[0], Form.RAW_GRADIENT)
+        made = self._gradient("head", maps[0], ValueKind.RAW_GRADIENT)
         return self._emit(
             Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=grad, kernel=kernel, over=maps
         )
@@ -221,18 +213,18 @@ class Emitter:
 
     def norm_gradient(self, block: Block, number: int, grad: Value) -> Value:
         """The gradient of a raw sum, to be formed on reading, from that of its values."""
-        if grad.form is Form.RAW_GRADIENT:
+        if grad.kind is ValueKind.RAW_GRADIENT:
             return grad
         source = block.sums[number - 1]
         layer = self._norm_of(block.name, number)
-        made = self._gradient(layer, source, Form.FORMED_GRADIENT)
+        made = self._gradient(layer, source, ValueKind.FORMED_GRADIENT)
         return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=grad)
 
     def to_raw(self, block: Block, grad: Value) -> Value:
         """A first convolution's formed gradient as a map of its own, over the raw sum."""
         source = block.sums[0]
         layer = f"{block.name}_conv1"
-        made = self._value(f"{layer}/to_raw", Form.RAW_GRADIENT, source.level, source.channels)
+        made = self._value(f"{layer}/to_raw", ValueKind.RAW_GRADIENT, source.level, source.channels)
         return self._emit(Kind.TO_RAW, layer, made, gradient=grad, over=(source,))
 
     def input_gradient(
@@ -247,18 +239,18 @@ class Emitter:
             Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=grad, kernel=kernel, over=(grad,)
         )
 
-    def filter_gradient(self, name: str, entry: Maps, grad: Value, of_part: str = "") -> Value:
-        made = self._of_kernel(name, of_part)
+    def filter_gradient(self, name: str, entry: Maps, grad: Value, part: str = "") -> Value:
+        made = self._kernel_gradient(name, part)
         return self._emit(Kind.FILTER_GRADIENT, name, made, maps=entry, gradient=grad)
 
     def join_gradients(self, name: str, parts: Sequence[Value]) -> None:
-        self._emit(Kind.JOIN_GRADIENTS, name, self._of_kernel(name), parts=tuple(parts))
+        self._emit(Kind.JOIN_GRADIENTS, name, self._kernel_gradient(name), parts=tuple(parts))
 
     # --- Kernels ---
 
-    def _of_kernel(self, name: str, of_part: str = "") -> Value:
+    def _kernel_gradient(self, name: str, part: str = "") -> Value:
         """The gradient of a layer's kernel: the last that is made is the whole one."""
-        made = self._value(f"{name}/filter_gradient{of_part}", Form.KERNEL_GRADIENT)
+        made = self._value(f"{name}/filter_gradient{part}", ValueKind.KERNEL_GRADIENT)
         self.kernel_gradients[name] = made
         return made
 
@@ -283,7 +275,9 @@ class Emitter:
         self, kind: Kind, name: str, index: int, span: Tuple[int, int], **more: Any
     ) -> Value:
         if (name, index) not in self._kernels:
-            made = self._value(f"{name}/kernel{index}", Form.KERNEL, channels=span[1] - span[0])
+            made = self._value(
+                f"{name}/kernel{index}", ValueKind.KERNEL, channels=span[1] - span[0]
+            )
             self._kernels[name, index] = made
             self._emit(kind, name, made, kernel=kernel_of(name), span=span, **more)
         return self._kernels[name, index]
@@ -305,13 +299,20 @@ class Emitter:
         name = f"decoder{level}_up"
         return name if self.config.up == "transposed" else f"{name}_conv"
 
-    def _value(self, name: str, form: Form, level: int = 0, channels: int = 0) -> Value:
+    def _value(self, name: str, kind: ValueKind, level: int = 0, channels: int = 0) -> Value:
         """A value under a name of its own."""
-        return Value(self._names.unique(name), form, level, channels)
+        return Value(self._names.unique(name), kind, level, channels)
 
-    def _gradient(self, layer: str, like: Value, form: Form = Form.GRADIENT) -> Value:
+    def _gradient(self, layer: str, like: Value, kind: ValueKind = ValueKind.GRADIENT) -> Value:
         """That which a layer makes, of a map."""
-        return self._value(f"{layer}/gradient", form, like.level, like.channels)
+        return self._value(f"{layer}/gradient", kind, like.level, like.channels)
+
+    def _emit_map(
+        self, kind: Kind, layer: str, level: int, channels: int, again: bool = False, **more: Any
+    ) -> Value:
+        """A map that a layer makes, and that is kept unless it is made again."""
+        made = self._value(layer, ValueKind.MAP, level, channels)
+        return self._emit(kind, layer, made, kept=not again, again=again, **more)
 
     def _emit(self, kind: Kind, layer: str, *makes: Value, **more: Any) -> Value:
         self._ops.append(Op(kind, layer, makes, **more))

@@ -131,13 +131,13 @@ def _normed(
             grad = tf.cast(upstream, tf.float32)
             mean1 = _mean(grad, axes)
             mean2 = _mean(grad * (values - mean), axes) * rstd
-            of_values = -scale * rstd * mean2
-            grad_x = grad * scale + (values * of_values - (scale * mean1 + of_values * mean))
+            x_factor = -scale * rstd * mean2
+            grad_x = grad * scale + (values * x_factor - (scale * mean1 + x_factor * mean))
             count = _count(x) / _count(mean)
             others = (0, 1, 2, 3)
-            of_gamma = tf.reduce_sum(mean2, others) * count
-            of_beta = tf.reduce_sum(mean1, others) * count
-            return tf.cast(grad_x, x.dtype), of_gamma, of_beta
+            grad_gamma = tf.reduce_sum(mean2, others) * count
+            grad_beta = tf.reduce_sum(mean1, others) * count
+            return tf.cast(grad_x, x.dtype), grad_gamma, grad_beta
 
         return (y, mean, variance), gradient
 
@@ -181,20 +181,16 @@ class FirstMaxPool(tf.keras.layers.MaxPool3D):
     """A max pool whose gradient goes to the first of a window's largest values. TensorFlow's goes
     to all of them, in full to each: to every voxel of what surrounds a brain."""
 
-    def __init__(self, strides: Sequence[int], **kwargs: Any):
-        super().__init__(strides, **kwargs)
-        self.pool_function = first_max_pool
+    @tf.autograph.experimental.do_not_convert
+    def call(self, x: tf.Tensor, training: Optional[bool] = None) -> tf.Tensor:
+        pool = super().call
 
+        @tf.custom_gradient
+        def computed(x: tf.Tensor) -> Tuple[tf.Tensor, Any]:
+            largest = pool(x)
+            return largest, lambda grad: _to_first(x, largest, grad, self.strides)
 
-def first_max_pool(x: tf.Tensor, ksize: Any, strides: Sequence[int], padding: str) -> tf.Tensor:
-    """As `tf.nn.max_pool3d`, with its arguments; windows do not overlap."""
-
-    @tf.custom_gradient
-    def computed(x: tf.Tensor) -> Tuple[tf.Tensor, Any]:
-        largest = tf.nn.max_pool3d(x, ksize, strides, padding)
-        return largest, lambda grad: _to_first(x, largest, grad, strides[1:4])
-
-    return computed(x)
+        return computed(x)
 
 
 def _to_first(

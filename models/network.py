@@ -15,7 +15,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from models.config import UNetConfig
 from models.emitter import Block, Emitter, Maps
-from models.program import Form, NetworkProgram, Value, given, head_of, slope_of
+from models.program import NetworkProgram, Value, ValueKind, given, head_of, slope_of
 
 
 @functools.lru_cache(maxsize=64)
@@ -33,7 +33,7 @@ class _Network:
     def __init__(self, config: UNetConfig):
         self.config = config
         self.is_lean = config.policy == "lean"
-        self.image = Value("image", Form.MAP, 0, config.channels)
+        self.image = Value("image", ValueKind.MAP, 0, config.channels)
         self._emit = Emitter(config)
         self._encoders: List[Block] = []
         self._decoders: Dict[int, Block] = {}

@@ -57,8 +57,8 @@ def _adam(weight: Weight) -> Any:
     """Kingma and Ba 2015."""
     mean, square = weight.slots
     mean = mean.assign_add((weight.gradient - mean) * weight.one_less_beta_1)
-    of_square = weight.each("square", weight.gradient) - square
-    square = square.assign_add(of_square * weight.one_less_beta_2)
+    square_change = weight.each("square", weight.gradient) - square
+    square = square.assign_add(square_change * weight.one_less_beta_2)
     step = weight.rate * mean / (weight.each("sqrt", square) + weight.epsilon)
     return weight.value.assign_sub(step)
 

@@ -48,7 +48,7 @@ class Kind(Enum):
     LOSS_SLOPE = "loss_slope"  # the gradient of the logits
 
 
-class Form(Enum):
+class ValueKind(Enum):
     """What a value is."""
 
     MAP = "map"  # of a layer: its raw sum, with its norm if it has one
@@ -65,7 +65,7 @@ class Value:
     """What an operation reads or makes."""
 
     name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/gradient"
-    form: Form
+    kind: ValueKind
     level: int = 0  # of the grid of a map or gradient; 0 is the finest
     channels: int = 0  # of a map or gradient; of a kernel's part those that it has of `span`
     layer: str = ""  # of a whole kernel, the layer that has it
@@ -125,7 +125,7 @@ class NetworkProgram:
     kernel_gradients: Tuple[Tuple[str, Value], ...]  # of each layer with a kernel
 
 
-TARGET = Value("target", Form.NUMBERS)  # what a loss compares logits with
+TARGET = Value("target", ValueKind.NUMBERS)  # what a loss compares logits with
 
 
 class LossProgram(NamedTuple):
@@ -138,25 +138,25 @@ class LossProgram(NamedTuple):
 def loss_program(logits: Sequence[Value]) -> LossProgram:
     """A loss of the logits of each head: the sums of all heads, one after the other; and then
     their gradients, each over the logits themselves."""
-    of_sums = []
-    of_slopes = []
+    sums = []
+    slopes = []
     for head in logits:
         name = head_of(head.level)
         maps = (head, TARGET)
-        sums = Value(f"{name}/loss_sums", Form.NUMBERS, head.level)
-        of_sums.append(Op(Kind.LOSS_SUMS, name, (sums,), maps))
-        of_slopes.append(Op(Kind.LOSS_SLOPE, name, (slope_of(head),), maps, over=(head,)))
-    return LossProgram(tuple(of_sums), tuple(of_slopes))
+        numbers = Value(f"{name}/loss_sums", ValueKind.NUMBERS, head.level)
+        sums.append(Op(Kind.LOSS_SUMS, name, (numbers,), maps))
+        slopes.append(Op(Kind.LOSS_SLOPE, name, (slope_of(head),), maps, over=(head,)))
+    return LossProgram(tuple(sums), tuple(slopes))
 
 
 def kernel_of(layer: str) -> Value:
-    return Value(f"{layer}/kernel", Form.KERNEL, layer=layer)
+    return Value(f"{layer}/kernel", ValueKind.KERNEL, layer=layer)
 
 
 def slope_of(logits: Value) -> Value:
     """The gradient of a loss by the logits of a head."""
     name = f"{head_of(logits.level)}/slope"
-    return Value(name, Form.RAW_GRADIENT, logits.level, logits.channels)
+    return Value(name, ValueKind.RAW_GRADIENT, logits.level, logits.channels)
 
 
 def given(*values: Optional[Value]) -> Tuple[Value, ...]:

@@ -14,7 +14,7 @@ from models.layers import NormActivation, grid_sum
 from models.native import operations
 from models.native.operations import Gradient, Made, Norm, Source
 from models.network import network_program
-from models.program import Form, Kind, Op, Value, needed
+from models.program import Kind, Op, Value, ValueKind, needed
 
 
 class Pass:
@@ -74,7 +74,7 @@ class Pass:
 
     def __getitem__(self, value: Value) -> Any:
         """What was made of a value of the program."""
-        if value.form is Form.KERNEL and value not in self._made:
+        if value.kind is ValueKind.KERNEL and value not in self._made:
             return self.value(self.layer(value.layer).kernel)
         return self._made[value]
 
@@ -155,7 +155,7 @@ def _map(run: Pass, op: Op) -> Source:
 
 
 def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
-    return _operate(run, op).of_filters
+    return _operate(run, op).filter_gradient
 
 
 def _project(run: Pass, op: Op) -> Source:
@@ -169,26 +169,26 @@ def _project(run: Pass, op: Op) -> Source:
 def _project_gradient(run: Pass, op: Op) -> Made:
     layer = run.layer(op.layer)
     made = _operate(run, op)
-    of_rows = made.of_filters
+    gradient = made.filter_gradient
     first, past = op.span
     rows = layer.kernel.shape[3]
     if past - first < rows:
         around = ((0, 0), (0, 0), (0, 0), (first, rows - past), (0, 0))
-        of_rows = run.in_turn(tf.pad, of_rows, around)
+        gradient = run.in_turn(tf.pad, gradient, around)
     known = run.gradients.get(layer.kernel.name)
     if known is not None:
-        of_rows = run.in_turn(tf.add, known, of_rows)
-    run.keep_kernel_gradient(op, of_rows)
+        gradient = run.in_turn(tf.add, known, gradient)
+    run.keep_kernel_gradient(op, gradient)
     if layer.bias is not None:
-        run.gradients[layer.bias.name] = made.of_bias
+        run.gradients[layer.bias.name] = made.bias_gradient
     return made
 
 
 def _project_sums(run: Pass, op: Op) -> Made:
     layer = run.layer(op.layer)
     made = _operate(run, op)
-    run.keep_kernel_gradient(op, made.of_filters)
-    run.gradients[layer.bias.name] = made.of_bias
+    run.keep_kernel_gradient(op, made.filter_gradient)
+    run.gradients[layer.bias.name] = made.bias_gradient
     return made._replace(map=run.gradient(op).map)
 
 
@@ -245,13 +245,13 @@ def _plain_gradient(run: Pass, op: Op) -> List[Made]:
         with tf.GradientTape() as tape:
             tape.watch([values, weights])
             made = layer.compute(values, weights)
-        of_values, of_weights = tape.gradient(
+        value_gradients, weight_gradients = tape.gradient(
             made, [values, weights], grad, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
-        return list(map(_with_sums, run.maps(op), of_values)), of_weights
+        return list(map(_with_sums, run.maps(op), value_gradients)), weight_gradients
 
-    made, of_weights = run.in_turn(compute)
-    for name, gradient in of_weights.items():
+    made, weight_gradients = run.in_turn(compute)
+    for name, gradient in weight_gradients.items():
         run.gradients[layer.by_name[name].name] = gradient
     return made
 
@@ -287,9 +287,9 @@ def _norm(
     if layer.norm == "none":
         return Norm(ones, run.value(layer.bias) * ones, 0 * ones, ones, floor)
     if run.moves(layer):
-        of_samples = mean
+        sample_mean = mean
         mean = tf.reduce_mean(mean, 0, keepdims=True)
-        between = tf.math.squared_difference(of_samples, mean)
+        between = tf.math.squared_difference(sample_mean, mean)
         variance = tf.reduce_mean(variance + between, 0, keepdims=True)
         if not again:
             elements = _voxels(raw) * tf.cast(tf.shape(raw)[0], tf.float32)
@@ -328,9 +328,9 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
     if layer.norm == "batch":
         mean1 = tf.reduce_mean(mean1, 0, keepdims=True)
         mean2 = tf.reduce_mean(mean2, 0, keepdims=True)
-    of_raw = -scale * norm.rstd * mean2
-    constant = -scale * mean1 - of_raw * norm.mean
-    return Gradient(grad.map, source, scale, of_raw, constant)
+    raw_factor = -scale * norm.rstd * mean2
+    constant = -scale * mean1 - raw_factor * norm.mean
+    return Gradient(grad.map, source, scale, raw_factor, constant)
 
 
 def _voxels(raw: tf.Tensor) -> float:
@@ -370,8 +370,8 @@ def _join_gradients(run: Pass, op: Op) -> tf.Tensor:
     if len(parts) > 1:
         whole = run.in_turn(tf.concat, parts, 3)
     if run.layer(op.layer).kernel.shape[:3] == (1, 1, 1):
-        of_taps = tf.reduce_sum(whole, (0, 1, 2), keepdims=True)
-        whole = tf.transpose(of_taps, (0, 1, 2, 4, 3))
+        taps_sum = tf.reduce_sum(whole, (0, 1, 2), keepdims=True)
+        whole = tf.transpose(taps_sum, (0, 1, 2, 4, 3))
     return run.keep_kernel_gradient(op, whole)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from models.losses import Formula, Sums, soft_dice
 from models.native import operations
 from models.native.shared import IGNORED
-from models.program import Form, Kind, Value, loss_program
+from models.program import Kind, Value, ValueKind, loss_program
 
 
 class Supervised(NamedTuple):
@@ -24,62 +24,49 @@ class Supervised(NamedTuple):
     slopes: Callable[[Any], List[tf.Tensor]]
 
 
-class OfBatch(NamedTuple):
-    """A formula's loss of a batch."""
-
-    loss: tf.Tensor  # a number, or (N, 1) of each sample
-    score: tf.Tensor  # (N, R)
-    derivatives: tf.Tensor  # of the loss, by the first three sums, (N, 3, R)
-
-
 def supervise(
     formula: Formula, target: tf.Tensor, logits: Sequence[tf.Tensor], by_sample: bool = False
 ) -> Supervised:
     """The loss of one head's logits or several', the finest first; of the batch, or (N, 1) of each
     sample. `target` is (N, X, Y, Z, R), 0, 1 or IGNORED; the first head has its grid, the others
     every 2nd, 4th ... voxel of it along an axis, and their losses are weighted as
-    `head_weights`. An ignored voxel is in no sum, and has a gradient of 0.
+    `head_weights`. An ignored voxel is in no sum, and has a gradient of 0. All is taken per sample
+    and region and then averaged, so an accumulated batch equals a full one.
 
     A target of a floating dtype may have values in between; TensorFlow's operations then
     compute."""
     compute = BY_TENSORFLOW
     if operations.in_use() and not target.dtype.is_floating:
         target = tf.cast(target, tf.uint8)
-        compute = BY_OWN_OPERATIONS
-    heads = [Value(f"logits {index}", Form.MAP, index) for index in range(len(logits))]
+        compute = BY_NATIVE_OPERATIONS
+    heads = [Value(f"logits {index}", ValueKind.MAP, index) for index in range(len(logits))]
     program = loss_program(heads)
-    weights = head_weights(logits)
     tensors = dict(zip(heads, logits))
-    losses: List[OfBatch] = []
+    total = 0.0
+    scores = []  # of each head
+    derivatives = []  # of the loss, by the first three sums, (N, 3, R)
     before = list(logits)  # when all are there
-    for op in program.sums:
+    for op, weight in zip(program.sums, head_weights(logits)):
         with tf.control_dependencies(before):
             sums = compute[op.kind](tensors[op.maps[0]], target)
         before = [sums]
-        losses.append(of_batch(formula, sums, by_sample))
+        with tf.GradientTape() as tape:
+            tape.watch(sums)
+            by_name = Sums(*tf.unstack(sums, axis=1))
+            axis = 1 if by_sample else None
+            loss = tf.reduce_mean(formula(by_name), axis, keepdims=by_sample)
+        total += weight * loss
+        scores.append(soft_dice(by_name))
+        derivatives.append(weight * tape.gradient(loss, sums)[:, :3])
 
     def slopes(upstream: Any) -> List[tf.Tensor]:
         made: List[tf.Tensor] = []
-        for op, loss, weight in zip(program.slopes, losses, weights):
-            factors = weight * upstream * loss.derivatives
+        for op, factors in zip(program.slopes, derivatives):
             with tf.control_dependencies(made[-1:]):
-                made.append(compute[op.kind](tensors[op.maps[0]], target, factors))
+                made.append(compute[op.kind](tensors[op.maps[0]], target, upstream * factors))
         return made
 
-    total = tf.add_n([each.loss * weight for each, weight in zip(losses, weights)])
-    return Supervised(total, losses[0].score, slopes)
-
-
-def of_batch(formula: Formula, sums: tf.Tensor, by_sample: bool = False) -> OfBatch:
-    """The mean of a formula over the regions and samples of sums (N, 4, R), or (N, 1) over the
-    regions of each sample. All is taken per sample and region and then averaged, so an accumulated
-    batch equals a full one."""
-    axis = 1 if by_sample else None
-    with tf.GradientTape() as tape:
-        tape.watch(sums)
-        by_name = Sums(*tf.unstack(sums, axis=1))
-        loss = tf.reduce_mean(formula(by_name), axis, keepdims=by_sample)
-    return OfBatch(loss, soft_dice(by_name), tape.gradient(loss, sums)[:, :3])
+    return Supervised(total, scores[0], slopes)
 
 
 def head_weights(heads: Sequence[tf.Tensor]) -> List[float]:
@@ -123,9 +110,9 @@ def _plain_slope(logits: tf.Tensor, target: tf.Tensor, factors: tf.Tensor) -> tf
     t = _rows(thinned(target, logits))
     has_ignored = _has_ignored(t)
     along_z = tf.tile(factors, (1, 1, logits.shape[3]))[:, :, None, None]
-    of_cross_entropy, of_overlap, of_p = tf.unstack(along_z, axis=1)
+    cross_entropy, overlap, predicted = tf.unstack(along_z, axis=1)
     p = tf.sigmoid(z)
-    slope = of_cross_entropy * (p - t) + p * (1 - p) * (of_overlap * t + of_p)
+    slope = cross_entropy * (p - t) + p * (1 - p) * (overlap * t + predicted)
     slope = _learnt(slope, t, has_ignored)
     return tf.reshape(tf.cast(slope, logits.dtype), tf.shape(logits))
 
@@ -150,7 +137,7 @@ BY_TENSORFLOW: Dict[Kind, Callable[..., tf.Tensor]] = {
     Kind.LOSS_SUMS: _plain_sums,
     Kind.LOSS_SLOPE: _plain_slope,
 }
-BY_OWN_OPERATIONS: Dict[Kind, Callable[..., tf.Tensor]] = {
+BY_NATIVE_OPERATIONS: Dict[Kind, Callable[..., tf.Tensor]] = {
     Kind.LOSS_SUMS: operations.loss_sums,
     Kind.LOSS_SLOPE: operations.loss_slope,
 }

@@ -68,8 +68,8 @@ class UNet3D(tf.keras.Model):
             network = Pass(self, True, dict(zip(names, values)))
 
             def gradient(*slopes: tf.Tensor) -> Tuple[Optional[tf.Tensor], ...]:
-                of_weights = network.backward(slopes)
-                return (network.image_gradient(), *map(of_weights.get, names))
+                by_name = network.backward(slopes)
+                return (network.image_gradient(), *map(by_name.get, names))
 
             return network.forward(image), gradient
 

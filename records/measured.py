@@ -13,11 +13,12 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.bench.step_costs import instructions_of, job_of_record
+from cpu3d.bench.step_costs import job_of_record
 from memory_estimator.accuracy import SCHEMA, Accuracy, Bound, Kind
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
+from memory_estimator.host import instruction_set
 from memory_estimator.installed import ENGINES, engine_version
 from memory_estimator.job import Job
 from models.config import DTYPES, POLICIES, UNetConfig
@@ -102,6 +103,19 @@ class Measured:
     def held_out(self) -> bool:
         """Whether it is larger than any step that constants may be fitted to."""
         return math.prod(self.job.shape) > FITTED_VOXELS
+
+
+def instructions_of(record: Mapping[str, Any]) -> str:
+    """The instruction set of native operations in a record; "" if TensorFlow's layers computed.
+    Records before 2026-11-27, all of native operations, do not have it, nor all flags: a CPU with
+    AVX512_VNNI has these three."""
+    host = record["host"]
+    if "instructions" in host:
+        return host["instructions"]
+    flags = list(host["isa"])
+    if "avx512_vnni" in flags:
+        flags += ["avx512bw", "avx512dq", "avx512vl"]
+    return instruction_set(flags, host["cpu"]) or "avx2"
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:

@@ -26,13 +26,14 @@ from cpu3d.report.pictures import Line, chart
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import listed
 from memory_estimator.accuracy import Accuracy
+from memory_estimator.calibration import shipped_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by
 from records.command import main
 from records.files import newest, read_records
 from records.kernels import draw_roofline, kernels_table
-from records.measured import accuracy_json, digest, error_table, page
+from records.measured import accuracy_json, digest, error_table, instructions_of, page
 from records.validate import VALIDATION, validation
 
 HEAD = [
@@ -171,7 +172,7 @@ def draw_policies(records: Sequence[Dict[str, Any]]) -> bytes:
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
         rule = "records of policies must have live_bytes, got none"
-        raise InputError(f"{rule}; measure with `bench step --policies`")
+        raise InputError(f"{rule}; measure with `python -m records.policies`")
     newest = alive[-1]
     lines = []
     step = title_of(newest)
@@ -196,6 +197,11 @@ def draw_policies(records: Sequence[Dict[str, Any]]) -> bytes:
     return chart(lines, title=f"Memory over a training step, {host}", y_range=(0, None), **axes)
 
 
+def _predicted_table(record: Dict[str, Any]) -> Table:
+    """By the constants that are shipped for its host."""
+    return step_table(with_predictions(record, shipped_constants(instructions_of(record))))
+
+
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 KERNELS = ("threads", "engine_name")
 
@@ -203,7 +209,7 @@ KERNELS = ("threads", "engine_name")
 SECTIONS = {
     "policies.jsonl": (
         "Memory policies",
-        lambda path: _tables(path, STEP, lambda record: step_table(with_predictions(record))),
+        lambda path: _tables(path, STEP, _predicted_table),
     ),
     VALIDATION: ("The estimator against measured steps", _estimator),
     "compare.jsonl": (

@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -131,15 +130,6 @@ def run_command(command: Sequence[str], name: str, cwd: Optional[Path] = ROOT) -
                     return json.loads(line)
     last = lines[-1] if lines else "nothing"
     raise ProcessFailedError(f"{name} must end with a line of JSON, got {how_ended(code)}: {last}")
-
-
-def run_peer(command: str) -> Result:
-    """The JSON and the peak of a peer. Raises InputError without step_s, and as `run_command`."""
-    result = run_command(valid(shlex.split, command), f"peer {command!r}", cwd=None)
-    if not isinstance(result.get("step_s"), (int, float)):
-        rule = f"peer {command!r} must print JSON with step_s, got {sorted(result)}"
-        raise InputError(f"{rule}; have it print step_s")
-    return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from memory_estimator.step.training_step import Paper, training_step
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp
-from models.program import Form, Kind, Op, Value, loss_program
+from models.program import Kind, Op, Value, ValueKind, loss_program
 
 COPIES = {
     ("itex", "float32"): 2,
@@ -93,7 +93,7 @@ class _Layers:
                 **self._counted(op, kind),
             )
         heads = [op for op in self.writer.plan if op.kind is LayerKind.HEAD]
-        return [Value(op.name, Form.MAP, op.level, op.shape[3]) for op in heads]
+        return [Value(op.name, ValueKind.MAP, op.level, op.shape[3]) for op in heads]
 
     def loss(self, op: Op) -> str:
         """An operation of the loss, with the maps that it makes on the way; returns its name."""

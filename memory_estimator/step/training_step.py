@@ -14,7 +14,7 @@ from memory_estimator.step.timeline import Group, NativeOperation, Program, Step
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.network import network_program
-from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, needed
+from models.program import Kind, NetworkProgram, Op, Value, ValueKind, loss_program, needed
 
 COSTS = {
     Kind.CONVOLVE: "convolve",
@@ -111,8 +111,8 @@ class Paper:
 
     def kernel_gradients(self) -> Dict[str, str]:
         """Layer -> the tensor of its kernel's gradient."""
-        of_layers = self.network.kernel_gradients
-        return {layer: self.tensors(gradient)[0] for layer, gradient in of_layers}
+        gradients = self.network.kernel_gradients
+        return {layer: self.tensors(gradient)[0] for layer, gradient in gradients}
 
     def tensors(self, value: Value) -> Tuple[str, ...]:
         """The names of the tensors that a value is in: of a gradient that is formed on reading
@@ -158,7 +158,7 @@ class Paper:
     def counts(self, op: Op, inputs: int, outputs: int) -> Dict[str, int]:
         """Of a `StepOp`: multiply-adds, as 2, on the coarser grid, and channels."""
         products = 0
-        if op.kernel is not None or op.made.form is Form.KERNEL_GRADIENT:
+        if op.kernel is not None or op.made.kind is ValueKind.KERNEL_GRADIENT:
             taps = TAPS.get(costs_of(op.kind), 27) * math.prod(op.strides)
             products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
         return {"flops": 2 * products, "in_channels": inputs, "out_channels": outputs}
@@ -181,7 +181,7 @@ class Paper:
     def _grid(self, op: Op) -> Tuple[int, int, int]:
         """The grid of what it computes with and of what it makes; of two the coarser."""
         made = op.made
-        if made.form is Form.KERNEL_GRADIENT:
+        if made.kind is ValueKind.KERNEL_GRADIENT:
             made = needed(op.gradient)
         return self.grid(max(op.reads[0].level, made.level))
 
@@ -204,10 +204,10 @@ def _write_up_input_gradient(paper: Paper, op: Op) -> None:
 def _write_project_gradient(paper: Paper, op: Op) -> None:
     paper.make_map(op, paper.native(op, op.made.channels, needed(op.gradient).channels))
     # The gradients of a kernel's parts are padded and added up.
-    of_kernel = op.makes[1]
+    kernel_gradient = op.makes[1]
     size = 4 * paper.writer.layers[op.layer].kernel_elements
-    name = paper.writer.make(of_kernel.name, "pass", [], size, Group.GRADIENTS)
-    paper.stands_in(of_kernel, (name,))
+    name = paper.writer.make(kernel_gradient.name, "pass", [], size, Group.GRADIENTS)
+    paper.stands_in(kernel_gradient, (name,))
 
 
 def _write_project_to_raw(paper: Paper, op: Op) -> None:
@@ -221,13 +221,13 @@ def _write_project_to_raw(paper: Paper, op: Op) -> None:
 
 
 def _write_project_sums(paper: Paper, op: Op) -> None:
-    sums, of_kernel = op.makes
+    sums, kernel_gradient = op.makes
     slope = needed(op.gradient)
     paper.stands_in(sums, paper.tensors(slope))
     (source,) = op.maps
     native = paper.native(op, source.channels, slope.channels)
     reads = [*paper.tensors(source), *paper.tensors(slope)]
-    paper.make_kernel_gradient(op, of_kernel, reads=reads, native=native)
+    paper.make_kernel_gradient(op, kernel_gradient, reads=reads, native=native)
 
 
 def _write_norm_gradient(paper: Paper, op: Op) -> None:

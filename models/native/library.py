@@ -1,9 +1,9 @@
 """Which instruction set do native operations compute with here? The library answers by itself,
 without TensorFlow.
 
-    own = native_operations()
-    own.bfloat16, own.float32  # such as "amx", "avx512"; "" for none: TensorFlow's layers compute
-    own.why                    # why there are none
+    native = native_operations()
+    native.bfloat16, native.float32  # such as "amx", "avx512"; "": TensorFlow's layers compute
+    native.why  # why there are none
 
 Plans, estimates, `doctor` and kept speeds all ask here, so that what is predicted is what is
 computed.
@@ -50,21 +50,14 @@ def native_operations() -> NativeOperations:
     """The answer of the library that is built of these sources.
 
     Raises InstructionSetError for a CPU3D_INSTRUCTION_SET that cannot be had here."""
-    chosen = chosen_instruction_set()
-    if _refused_by_tensorflow:
-        return NativeOperations(why=_refused_by_tensorflow[0])
-    return _asked(chosen, build.BUILT)
-
-
-def chosen_instruction_set() -> str:
-    """The value of CPU3D_INSTRUCTION_SET, "" without. Raises InstructionSetError for an unknown
-    name."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen and chosen not in INSTRUCTION_SETS:
         names = ", ".join(INSTRUCTION_SETS)
         rule = f"{VARIABLE} must be one of {names}, got {chosen!r}"
         raise InstructionSetError(f"{rule}; choose one, or unset it")
-    return chosen
+    if _refused_by_tensorflow:
+        return NativeOperations(why=_refused_by_tensorflow[0])
+    return _asked(chosen, build.BUILT)
 
 
 def does_not_load(why: str) -> None:

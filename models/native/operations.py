@@ -67,8 +67,8 @@ class Made(NamedTuple):
     map: tf.Tensor
     sum1: tf.Tensor
     sum2: tf.Tensor
-    of_filters: tf.Tensor  # the gradient
-    of_bias: tf.Tensor
+    filter_gradient: tf.Tensor  # the gradient
+    bias_gradient: tf.Tensor
 
 
 def available() -> bool:
@@ -112,7 +112,7 @@ def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> tf.Tensor:
     if gradient.source:
         others.append(gradient.source.raw)
     floats = (None, None, _norms(sources), _through(gradient))
-    result = _run("filter_gradient", maps, others, *floats).of_filters
+    result = _run("filter_gradient", maps, others, *floats).filter_gradient
     result.set_shape((3, 3, 3, sum(map_.shape[-1] for map_ in maps), gradient.map.shape[-1]))
     return result
 
@@ -152,13 +152,13 @@ def operate(
     made_shape = (batch, *grid, channels)
     made = _run(kind, [source.raw], others, *floats, made=made_shape, strides=strides)
     if kind == "up_filter_gradient":
-        made.of_filters.set_shape((*strides, others[0].shape[-1], channels))
+        made.filter_gradient.set_shape((*strides, others[0].shape[-1], channels))
     return made
 
 
 def to_raw(grad: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
     """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values
-    were projected: `at.map` is the gradient of the projection."""
+    were projected: `grad.map` is the gradient of the projection."""
     if grad.source is None:
         raise ValueError(
             "a gradient must have a source to be formed of, got none; leave it as it is"
@@ -223,19 +223,19 @@ def _run(
     absent = tf.zeros((0,))
     inputs = [absent if array is None else array for array in floats]
     inputs += [absent] * (4 - len(inputs))
-    map_, sums, of_filters, of_bias = _module().cpu_operation(
+    map_, sums, filter_gradient, bias_gradient = _module().cpu_operation(
         *inputs, list(maps), list(others), kind=KIND_CODES[kind], strides=list(strides)
     )
     if made and kind not in ("project_sums", "up_filter_gradient"):
         map_.set_shape(made)
     if kind in ("project_gradient", "project_sums"):
-        of_filters.set_shape(inputs[0].shape)
-        of_bias.set_shape(inputs[0].shape[4:])
+        filter_gradient.set_shape(inputs[0].shape)
+        bias_gradient.set_shape(inputs[0].shape[4:])
     if kind not in WITH_SUMS:
-        return Made(map_, sums, sums, of_filters, of_bias)
+        return Made(map_, sums, sums, filter_gradient, bias_gradient)
     sums.set_shape((made[0], 2, made[4]))
     sum1, sum2 = tf.unstack(sums, 2, 1)
-    return Made(map_, sum1, sum2, of_filters, of_bias)
+    return Made(map_, sum1, sum2, filter_gradient, bias_gradient)
 
 
 @tf.RegisterGradient("CpuOperation")

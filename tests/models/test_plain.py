@@ -1,19 +1,13 @@
-"""An operation that TensorFlow computes: trained as by the layers, counted, and exported."""
-
-import dataclasses
+"""An operation that TensorFlow computes: trained as by the layers, and counted."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.errors import InputError
-from cpu3d.inference.export.formats import onnx_model, write_saved_model
-from cpu3d.settings import RunConfig
 from memory_estimator.job import Job
 from memory_estimator.step.layer_step import step_of
 from models import network
 from models.config import UNetConfig
-from models.native import operations
 from models.plain import PLAIN, PlainOperation
 from models.unet3d import build_unet3d
 from models.weights import network_weights
@@ -68,10 +62,8 @@ def mixing(monkeypatch):
     network.network_program.cache_clear()
 
 
-@pytest.mark.parametrize("changes", [{}, {"residual": True, "norm": "batch"}, {"up": "upsampling"}])
-def test_its_gradients_are_those_of_the_layers(mixing, changes):
-    if not operations.available():
-        pytest.skip("native operations are not built")
+@pytest.mark.parametrize("changes", [{}, {"residual": True, "norm": "batch"}])
+def test_its_gradients_are_those_of_the_layers(needs_native, mixing, changes):
     model = build_unet3d(UNetConfig(filters=4, depth=3, **changes), GRID, 2)
     layers = tf.keras.Model(model.input, model.output)
     rng = np.random.default_rng(0)
@@ -88,7 +80,7 @@ def test_its_gradients_are_those_of_the_layers(mixing, changes):
         assert float(tf.norm(native - expected)) < 1e-3 * float(tf.norm(expected))
 
 
-def test_its_weights_and_maps_are_counted_and_it_is_exported(mixing, tmp_path):
+def test_its_weights_and_maps_are_counted(mixing):
     unet = UNetConfig(filters=4, depth=2, outputs=1)
     model = build_unet3d(unet, GRID, 1)
     named = network_weights(unet)
@@ -98,20 +90,3 @@ def test_its_weights_and_maps_are_counted_and_it_is_exported(mixing, tmp_path):
         step = step_of(Job(unet, GRID, threads=2), instructions)
         names = {op.name for op in step.ops}
         assert {"decoder0_mix", "decoder0_mix/gradient"} <= names
-    config = RunConfig(
-        label_names={0: "background", 1: "tumour"},
-        region_codes={"WT": (1,)},
-        regions=("WT",),
-        channels=("FLAIR", "T1w", "T1gd", "T2w"),
-        grid=GRID,
-        unet=unet,
-    )
-    weights = model.get_weights()
-    write_saved_model(config, weights, tmp_path / "saved")
-    image = np.random.default_rng(0).integers(1, 99, (*GRID, 4)).astype(np.float32)
-    scores = (image - image.mean((0, 1, 2))) / image.std((0, 1, 2))
-    saved = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"]
-    expected = model(scores[None].astype(np.float32))[0]
-    np.testing.assert_allclose(saved(image=tf.constant(image))["logits"], expected, atol=1e-4)
-    with pytest.raises(InputError, match="--format must be savedmodel for layer decoder0_mix"):
-        onnx_model(dataclasses.replace(config), weights)

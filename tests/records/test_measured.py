@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memory_estimator.accuracy import SHIPPED, Accuracy, load_accuracy
+from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.job import Job
 from models.config import UNetConfig
 from records.measured import (
@@ -19,7 +19,7 @@ from records.measured import (
     spread,
 )
 from records.tables import SECTIONS, tables
-from records.validate import VALIDATION, validation
+from records.validate import validation
 
 GIB = 2**30
 
@@ -28,13 +28,8 @@ def row(process, side=128, threads=1, measured=10 * GIB, policy="speed", **about
     """A step whose peak was predicted so."""
     job = Job(UNetConfig(policy=policy), (side,) * 3, threads=threads)
     step = Measured(job, 1.0, measured, measured, **about)
-    errors = {
-        "allocator_peak": 0.0,
-        "process_peak": process / measured - 1,
-        "step_s": None,
-        "upper_bound": 0.1,
-    }
-    return Row(step, process, True, errors)
+    errors = {"allocator_peak": 0.0, "process_peak": process / measured - 1, "step_s": None}
+    return Row(step, process, True, {**errors, "upper_bound": 0.1})
 
 
 def rows_of(errors, **about):
@@ -45,7 +40,7 @@ def rows_of(errors, **about):
 ERRORS = (-0.031, 0.02, 0.01, 0.0, -0.01, 0.003, -0.002, 0.015, -0.004)
 
 
-@pytest.mark.parametrize("errors", [ERRORS, (0.05, 0.04) * 6, (-0.0001, 0) * 5, (-0.005,) * 9])
+@pytest.mark.parametrize("errors", [ERRORS, (0.05, 0.04) * 6, (-0.005,) * 9])
 def test_a_margin_lies_above_every_record_and_by_their_spread_above_the_next(errors):
     rows = rows_of(errors)
     share = margin_share(rows)
@@ -75,16 +70,6 @@ def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
     assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
 
 
-@pytest.mark.parametrize(
-    "damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"dtype": "float32"}]}']
-)
-def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
-    path = tmp_path / "accuracy.json"
-    path.write_text(damaged)
-    with pytest.raises(ValueError, match=r"/accuracy\.json must be complete JSON"):
-        load_accuracy(path)
-
-
 # --- The published records ---
 
 
@@ -93,9 +78,6 @@ RECORDS = Path(__file__).resolve().parents[2] / "records"
 
 @pytest.fixture(scope="module")
 def validated(needs_native):
-    if not (RECORDS / VALIDATION).is_dir():
-        maker = "`python -m records.validate` makes in an hour each"
-        pytest.skip(f"needs records/{VALIDATION}, files that {maker}")
     return validation(RECORDS)[1]
 
 
@@ -131,6 +113,5 @@ def test_errors_over_all_records_are_as_small_as_the_docs_have_them(
 
 def test_the_page_of_results_is_made_of_the_records():
     page = "\n".join(tables(RECORDS))
-    headings = [line for line in page.splitlines() if line.startswith("## ")]
-    assert len(headings) == len([name for name in SECTIONS if (RECORDS / name).exists()])
+    assert page.count("\n## ") == len([name for name in SECTIONS if (RECORDS / name).exists()])
     assert "| predicted |" in page

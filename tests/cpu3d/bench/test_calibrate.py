@@ -21,19 +21,19 @@ SHIPPED = find_constants(HOST)
 LARGE = Job(UNetConfig(filters=24, dtype="float32"), (128, 112, 96), engine="stock", threads=2)
 
 
-def record(unet, times=1.0, more_bytes=0):
+def record(filters, dtype="float32", times=1.0, more_bytes=0):
     """The record of a step that took `times` the predicted seconds, of a process with more than the
     predicted bytes."""
-    job = Job(UNetConfig(**unet), (96, 96, 96), engine="stock", threads=2)
-    predicted, about = (
-        estimate(job, SHIPPED),
-        {"engine_name": "TensorFlow 2", "threads": {"TF_NUM_INTRAOP_THREADS": 2}},
-    )
-    measured = {
+    unet = UNetConfig(filters=filters, dtype=dtype)
+    job = Job(unet, (96, 96, 96), engine="stock", threads=2)
+    predicted = estimate(job, SHIPPED)
+    return {
+        **request_for(job),
+        "engine_name": "TensorFlow 2",
+        "threads": {"TF_NUM_INTRAOP_THREADS": 2},
         "step_s": times * predicted.step_s,
         "process_peak_bytes": predicted.process_peak_bytes + more_bytes,
     }
-    return {**request_for(job), **about, **measured}
 
 
 @pytest.fixture
@@ -48,9 +48,8 @@ def answers(needs_native, monkeypatch):
 def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(calibrate, "NETWORKS", ({"filters": 4, "depth": 2},))
     tiny = Job(UNetConfig(depth=2, filters=4, dtype="float32"), (16, 16, 16))
-    answers += 2 * [
-        in_fresh_process(measure, request_for(tiny, engine="stock", threads=None, steps=1))
-    ]
+    request = request_for(tiny, engine="stock", threads=None, steps=1)
+    answers += 2 * [in_fresh_process(measure, request)]
     monkeypatch.setattr(calibrate, "DTYPES", ("float32",))
     out = tmp_path / "new" / "other.json"
     assert main(["calibrate", "--engine", "stock", "--out", str(out)]) == 0
@@ -72,18 +71,15 @@ def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tm
 
 def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, monkeypatch):
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 0.0)
-    answers += [record({"filters": 16}, 2.0, 10_000_000), record({"filters": 8}, 3.0, 20_000_000)]
-    answers += [
-        record({"filters": filters, "dtype": "bfloat16"}, 0.5, 30_000_000) for filters in (16, 8)
-    ]
+    answers += [record(16, times=2.0, more_bytes=10**7), record(8, times=3.0, more_bytes=2 * 10**7)]
+    answers += [record(filters, "bfloat16", 0.5, 3 * 10**7) for filters in (16, 8)]
     keep_training(LARGE, 7 * estimate(LARGE, SHIPPED).step_s, HOST)
     assert main(["calibrate"]) == 0
     constants = find_constants(HOST)
-    for job, times in (
-        (LARGE, 2.5),
-        (LARGE.with_unet(dtype="bfloat16"), 0.5),
-    ):  # the mean of two is their median
-        before, after = estimate(job, SHIPPED), estimate(job, constants)
+    for dtype, times in (("float32", 2.5), ("bfloat16", 0.5)):  # of two the median is the mean
+        job = LARGE.with_unet(dtype=dtype)
+        before = estimate(job, SHIPPED)
+        after = estimate(job, constants)
         assert after.step_s == pytest.approx(times * before.step_s)
         assert after.process_peak_bytes - before.process_peak_bytes == 22_500_000
     keep_training(LARGE, estimate(LARGE, SHIPPED).step_s, HOST)
@@ -94,10 +90,7 @@ def test_on_a_busy_host_a_warning_is_printed_and_the_next_faster_training_counts
     answers, monkeypatch, capsys
 ):
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 40.0)
-    answers += [
-        record({"filters": 16, "dtype": dtype})
-        for dtype in ("float32", "float32", "bfloat16", "bfloat16")
-    ]
+    answers += [record(16, dtype) for dtype in ("float32", "float32", "bfloat16", "bfloat16")]
     assert main(["calibrate"]) == 0
     assert "40%" in capsys.readouterr().err
     assert "other programs may have kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)
@@ -109,12 +102,3 @@ def test_a_host_that_does_not_compute_as_predicted_is_not_measured(monkeypatch, 
     monkeypatch.setattr(calibrate, "computes_as_predicted", lambda: False)
     assert main(["calibrate"]) == 2
     assert "native operations must be built" in capsys.readouterr().err
-
-
-def test_without_a_folder_it_is_refused_before_anything_is_measured(
-    answers, monkeypatch, capsys, tmp_path
-):
-    monkeypatch.setattr(calibrate, "in_fresh_process", lambda *_: pytest.fail("measured"))
-    (tmp_path / "file").touch()
-    assert main(["calibrate", "--out", str(tmp_path / "file" / "out.json")]) == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 
 from models.native.build import existing
-from tests.models.native.reference import LIBRARY, load
+from tests.models.native.reference import DTYPES, KERNELS, LIBRARY, Kernel, load
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +12,11 @@ def library():
     if not LIBRARY and pair is None:
         pytest.skip("needs native operations: run python -m models.native.build")
     return load(LIBRARY or pair.kernels)
+
+
+@pytest.fixture(params=KERNELS, ids="-".join)
+def kernel(request, library):
+    name, dtype = request.param
+    if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
+        pytest.skip(f"needs a CPU with {name}")
+    return Kernel(library, name, dtype)

@@ -7,7 +7,6 @@ import numpy as np
 
 from models.native.calls import Operation, load, operation, pointer  # noqa: F401
 from models.native.library import BFLOAT16, FLOAT32
-from models.native.shared import KINDS  # noqa: F401
 
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
@@ -16,22 +15,32 @@ KERNELS = [
     ("amx_in_c_avx512", "bfloat16"),
 ]
 DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfloat16)}
-LOSSES = ("loss_sums", "loss_slope")
 THREADS = (1, 2, 3, 8, 56)  # of an operation
 MOST_AT_ONCE = 5
 ITERATION = (3.4445, -4.7750, 2.0315)  # Jordan's, of an orthogonal matrix
 ROUNDS = 5
 
 
-def run(library, name, call):
-    """The result of `native_run`. More threads than MOST_AT_ONCE compute one after the other: every
-    later operation would wake all that were ever started."""
-    if call.threads <= MOST_AT_ONCE:
-        return library.native_run(name.encode(), call)
-    library.native_time_on_paper(1)
-    code = library.native_run(name.encode(), call)
-    library.native_time_on_paper(0)
-    return code
+class Kernel:
+    """The C functions of an instruction set, for maps of a dtype."""
+
+    def __init__(self, library, name, dtype):
+        self.library = library
+        self.name = name
+        self.dtype = dtype
+        self.numpy = DTYPES[dtype][1]
+
+    def run(self, kind, shape, threads, *arguments, **arrays):
+        """An operation. More threads than MOST_AT_ONCE compute one after the other: every later
+        operation would wake all that were ever started."""
+        call = operation(kind, self.dtype, shape, threads, *arguments, **arrays)
+        self.library.native_time_on_paper(threads > MOST_AT_ONCE)
+        code = self.library.native_run(self.name.encode(), call)
+        self.library.native_time_on_paper(0)
+        assert code == 0
+
+    def maps(self, rng, shape, *channels):
+        return [rng.standard_normal((*shape, width)).astype(self.numpy) for width in channels]
 
 
 def formed(maps, coefficients=None, raw=None):

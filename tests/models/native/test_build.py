@@ -2,9 +2,7 @@
 compiler is a script."""
 
 import ctypes
-import os
 import subprocess
-import sys
 
 import pytest
 
@@ -91,12 +89,8 @@ def test_cc_is_a_path_with_blanks_or_a_command_with_options(compiler, built, tmp
     compiler.set("CC", f"env {tmp_path}/cc -m64")
     build(folder=built)
     assert any(call.startswith("-m64 ") for call in compiler.compiled())
-
-
-@pytest.mark.parametrize("named", ["no-such-compiler -m64", "'unclosed"])
-def test_a_cc_that_is_no_compiler_is_refused_by_name(compiler, built, named):
-    compiler.set("CC", named)
-    with pytest.raises(OSError, match=r"CC must .*, got .*" + named.strip("'").split()[0]):
+    compiler.set("CC", "no-such-compiler -m64")
+    with pytest.raises(OSError, match=r"CC must .*, got .*no-such-compiler"):
         build(folder=built)
 
 
@@ -118,43 +112,6 @@ def test_a_library_of_other_sources_is_built_once_and_again_when_they_change(tmp
     second = build_library(tmp_path, "answers")
     assert ctypes.CDLL(str(second)).answer() == 42
     assert list(second.parent.iterdir()) == [second]
-
-
-SHIM = """
-#define _GNU_SOURCE
-#include <errno.h>
-#include <sched.h>
-#include <string.h>
-int sched_getaffinity(pid_t pid, size_t bytes, cpu_set_t *cpus)
-{
-    if (bytes < 4096 / 8) { errno = EINVAL; return -1; }
-    memset(cpus, 0, bytes);
-    for (int cpu = 2000; cpu < 2007; cpu++) CPU_SET_S(cpu, bytes, cpus);
-    return 0;
-}
-"""
-
-
-def test_seven_cpus_of_a_host_of_thousands_have_a_thread_each(library, tmp_path):
-    """The system has no smaller set than one of 4096 CPUs."""
-    (tmp_path / "shim.c").write_text(SHIM)
-    shim = tmp_path / "shim.so"
-    try:
-        command = ["cc", "-shared", "-fPIC", str(tmp_path / "shim.c"), "-o", str(shim)]
-        subprocess.run(command, check=True)
-    except OSError:
-        pytest.skip("needs a C compiler")
-    environment = dict(os.environ)
-    environment.pop("TF_NUM_INTRAOP_THREADS", None)
-    script = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).thread_count())"
-    done = subprocess.run(
-        [sys.executable, "-c", script, library._name],
-        env={**environment, "LD_PRELOAD": str(shim)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) == 7
 
 
 def test_every_instruction_set_needs_flags_and_options_of_its_own():

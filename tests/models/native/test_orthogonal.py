@@ -4,36 +4,23 @@ float64."""
 import numpy as np
 import pytest
 
-from tests.models.native import reference
-from tests.models.native.reference import FLOAT32, KERNELS, THREADS, operation, orthogonal
+from tests.models.native.reference import THREADS, orthogonal
 
-SIZES = [
-    (1, 1),
-    (5, 3),
-    (1, 4),
-    (27, 48),
-    (9, 40),
-    (108, 16),
-    (432, 17),
-    (300, 80),
-    (520, 96),
-    (128, 128),
-]
+SIZES = [(1, 1), (5, 3), (1, 4), (9, 40), (108, 16), (432, 17), (520, 96), (128, 128)]
 """Rows and columns: fewer rows than a block, wide ones, several blocks of rows and of columns."""
 
 
-@pytest.fixture(params=[name for name, dtype in KERNELS if dtype == "float32"])
-def made_orthogonal(request, library):
+@pytest.fixture
+def made_orthogonal(kernel):
     """matrix, threads, whether over the matrix -> what the C function makes of it."""
-    name = request.param
-    if not library.native_kernels(name.encode(), FLOAT32):
-        pytest.skip(f"needs a CPU with {name}")
+    if kernel.dtype != "float32":
+        pytest.skip("is of float32")
 
     def run(matrix, threads=1, in_place=False):
         given = matrix.copy()
         made = given if in_place else np.full_like(given, np.nan)
-        about = ("orthogonal", "float32", (1, len(matrix), 1, 1), threads, [given], matrix.shape[1])
-        assert reference.run(library, name, operation(*about, map=made)) == 0
+        about = ("orthogonal", (1, len(matrix), 1, 1), threads, [given], matrix.shape[1])
+        kernel.run(*about, map=made)
         assert in_place or given.tobytes() == matrix.tobytes()
         return made
 
@@ -61,12 +48,10 @@ def test_a_gradient_of_any_size_makes_the_same(made_orthogonal, size):
     np.testing.assert_allclose(made, made_orthogonal(matrix), atol=1e-4)
 
 
-def test_zeros_stay_zeros(made_orthogonal):
-    assert not made_orthogonal(np.zeros((20, 8), np.float32)).any()
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_is_not_hidden(made_orthogonal, value):
-    matrix = noise((20, 8))
-    matrix[3, 2] = value
-    assert np.isnan(made_orthogonal(matrix)).any()
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(made_orthogonal):
+    matrix = np.zeros((20, 8), np.float32)
+    assert not made_orthogonal(matrix).any()
+    for value in (np.nan, np.inf):
+        matrix = noise((20, 8))
+        matrix[3, 2] = value
+        assert np.isnan(made_orthogonal(matrix)).any()

@@ -7,155 +7,133 @@ import numpy as np
 import pytest
 
 from models.strides import EVERY_AXIS, STRIDES
-from tests.models.native.reference import (
-    DTYPES,
-    KERNELS,
-    KINDS,
-    LOSSES,
-    THREADS,
-    operation,
-    run,
-)
+from tests.models.native.reference import THREADS
 
-SUMS = (
-    "max_pool_gradient",
-    "residual_gradient",
-    "project_gradient",
-    "project_sums",
-    "up_input_gradient",
-)
-OVER = {
-    "residual_sum": 1,
-    "residual_gradient": 2,
-    "max_pool_gradient": 2,
-    "to_raw": 0,
-    "project": 1,
-}
-OVER.update(project_gradient=2, project_to_raw=0)
-"""Which of the raw map and the others a kind may be written over."""
+SHAPES = ((1, 1, 1, 1), (2, 3, 5, 9), (1, 4, 2, 17), (3, 1, 3, 8))
+"""With a batch, of the coarser grid."""
 
-SHAPES = (
-    (1, 1, 1, 1),
-    (2, 3, 5, 9),
-    (1, 4, 2, 17),
-    (3, 1, 3, 8),
-)  # with a batch, of the coarser grid
 CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16), (32, 16), (16, 48))
 ERRORS = {"float32": 2e-6, "bfloat16": 2**-8}  # of a map; all else is summed of what is written
 SUM_ERROR = 2e-6
 TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # multiply formed values as bfloat16
 
+MAP = ("map",)
+WITH_SUMS = ("map", "sums_to")
+OF_WEIGHTS = ("filter_gradient", "bias_gradient")
+PASSES = {
+    "max_pool": (0, None, MAP),
+    "max_pool_gradient": (2, 2, WITH_SUMS),
+    "residual_sum": (1, 1, MAP),
+    "residual_gradient": (2, 2, WITH_SUMS),
+    "to_raw": (1, 0, MAP),
+    "project": (1, 1, MAP),
+    "project_gradient": (2, 2, (*WITH_SUMS, *OF_WEIGHTS)),
+    "project_sums": (1, None, ("sums_to", *OF_WEIGHTS)),
+    "project_to_raw": (1, 0, MAP),
+    "up_convolve": (0, None, MAP),
+    "up_input_gradient": (1, None, WITH_SUMS),
+    "up_filter_gradient": (1, None, OF_WEIGHTS[:1]),
+}
+"""Kind -> other maps, which of the raw map and the others it may be written over, what it makes."""
+
 
 class Case:
     """A pass on random maps, and what it makes by the definition of its kind."""
 
-    def __init__(self, rng, kind, shape, channels, dtype, strides, plain=False, add=True):
+    def __init__(self, rng, kind, shape, channels, kernel, strides, is_plain, adds):
         batch, *grid = shape
-        self.kind, self.shape, self.channels, self.dtype = kind, shape, channels, dtype
-        self.strides = strides
-        self.fine = fine = [times * n for times, n in zip(strides, grid)]
-        ups, pools = kind.startswith("up"), kind.startswith("max_pool")
-        wide = channels[1] if ups or kind.startswith("project") else channels[0]
+        narrow, wide = channels
+        fine = [times * n for times, n in zip(strides, grid)]
+        is_up = kind.startswith("up")
+        if not is_up and not kind.startswith("project"):
+            wide = narrow
+        read = fine if kind.startswith("max_pool") else grid
 
-        def drawn(size, width):
-            return rng.standard_normal((batch, *size, width)).astype(DTYPES[dtype][1])
-
-        self.raw = drawn(fine if pools else grid, channels[0])
-        more = [drawn(fine if ups else grid, wide), drawn(fine if pools else grid, channels[0])]
+        self.kind, self.shape, self.strides = kind, shape, strides
+        self.raw, second = kernel.maps(rng, (batch, *read), narrow, narrow)
+        others = [*kernel.maps(rng, (batch, *(fine if is_up else grid)), wide), second]
         if kind == "residual_gradient":
-            more[0][rng.random(more[0].shape) < 0.5] = 0
-        counts = {"max_pool": 0, "up_convolve": 0, "max_pool_gradient": 2, "residual_gradient": 2}
-        counts.update(project=int(add), project_gradient=1 + add)
-        self.others = more[: counts.get(kind, 1)]
-        self.coefficients = rng.standard_normal((batch, 6, channels[0])).astype(np.float32)
-        self.coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (batch, channels[0]))
-        if plain and not kind.endswith("to_raw"):
+            others[0][rng.random(others[0].shape) < 0.5] = 0
+        count, self.over, self.makes = PASSES[kind]
+        if kind in ("project", "project_gradient"):
+            count -= not adds
+        self.others = others[:count]
+        self.coefficients = rng.standard_normal((batch, 6, narrow)).astype(np.float32)
+        self.coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (batch, narrow))
+        if is_plain and not kind.endswith("to_raw"):
             self.coefficients = None
-        filters = (*strides, wide, channels[0]) if ups else (channels[0], wide)
-        self.filters, self.bias = (
-            rng.standard_normal(shape).astype(np.float32) for shape in (filters, wide)
-        )
+        filters = (*strides, wide, narrow) if is_up else (narrow, wide)
+        self.filters = rng.standard_normal(filters).astype(np.float32)
+        self.bias = rng.standard_normal(wide).astype(np.float32)
+        grids = {"max_pool": grid, "up_convolve": fine}
+        width = wide if kind in ("project", "up_convolve") else narrow
+        self.shapes = {
+            "map": (batch, *grids.get(kind, read), width),
+            "sums_to": (batch, 2, narrow),
+            "filter_gradient": filters,
+            "bias_gradient": (wide,),
+        }
 
-    def run(self, library, name, threads, in_place=False):
-        """Map, sums, gradients of filters and bias; None where the kind does not make them."""
-        kind, batch = self.kind, self.shape[0]
+    def run(self, kernel, threads, in_place=False):
+        """What it makes, by its name."""
         maps = [np.array(array) for array in (self.raw, *self.others)]
-        results, width = [None] * 4, self.bias.size
-        if kind not in ("project_sums", "up_filter_gradient"):
-            shape = [
-                batch,
-                *(self.fine if kind == "up_convolve" else self.raw.shape[1:4]),
-            ]
-            shape = self.shape if kind == "max_pool" else shape
-            channels = width if kind in ("project", "up_convolve") else self.channels[0]
-            results[0] = (
-                maps[OVER[kind]] if in_place else np.full((*shape, channels), 7, self.raw.dtype)
-            )
-        if kind in SUMS:
-            results[1] = np.full((batch, 2, self.channels[0]), np.nan, np.float32)
-        if kind in ("project_gradient", "project_sums", "up_filter_gradient"):
-            results[2] = np.full_like(self.filters, np.nan)
-            results[3] = (
-                np.full(width, np.nan, np.float32) if kind != "up_filter_gradient" else None
-            )
-        made = dict(zip(("map", "sums_to", "filter_gradient", "bias_gradient"), results))
-        arguments = {"coefficients": self.coefficients, "filters": self.filters, **made}
-        if kind == "project":
-            arguments["bias"] = self.bias
-        about = (kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:])
-        call = operation(*about, self.strides, **arguments)
-        assert run(library, name, call) == 0
-        return results
+        made = {each: np.full(self.shapes[each], np.nan, np.float32) for each in self.makes}
+        if "map" in made:
+            made["map"] = maps[self.over] if in_place else made["map"].astype(self.raw.dtype)
+        arrays = {"coefficients": self.coefficients, "filters": self.filters, **made}
+        if self.kind == "project":
+            arrays["bias"] = self.bias
+        about = (self.kind, self.shape, threads, maps[:1], self.bias.size, maps[1:], self.strides)
+        kernel.run(*about, **arrays)
+        return made
 
     def expected(self, written):
         """The same in float64; sums are of the map that was `written`, if there is one."""
         kind, raw = self.kind, self.raw.astype(np.float64)
-        first, second = [array.astype(np.float64) for array in self.others] + [0.0] * (
-            2 - len(self.others)
-        )
+        others = [array.astype(np.float64) for array in self.others]
+        first, second = (*others, 0.0, 0.0)[:2]
         scale, shift, floor, *rest = (1.0, 0.0, -np.inf, 0.0, 1.0)
         if self.coefficients is not None:
-            rows = np.moveaxis(self.coefficients.astype(np.float64), 1, 0)[
-                :, :, None, None, None, :
-            ]
-            scale, shift, floor, *rest = rows
+            rows = np.moveaxis(self.coefficients.astype(np.float64), 1, 0)
+            scale, shift, floor, *rest = rows[:, :, None, None, None, :]
         value, active = np.maximum(scale * raw + shift, floor), scale * raw + shift > floor
-        filters, made, of_filters, of_bias = self.filters.astype(np.float64), None, None, None
+        filters = self.filters.astype(np.float64)
         taps = filters.reshape(-1, *filters.shape[3:])
+        made = {}
         if kind == "max_pool":
-            made = parts_of(value, self.strides).max(0)
+            made["map"] = parts_of(value, self.strides).max(0)
         elif kind == "max_pool_gradient":
             parts = parts_of(value, self.strides)
-            places = np.arange(len(parts))[:, None, None, None, None, None]
-            made = whole((places == parts.argmax(0)) * first, self.strides) + second
+            voxels = np.arange(len(parts))[:, None, None, None, None, None]
+            made["map"] = whole((voxels == parts.argmax(0)) * first, self.strides) + second
         elif kind == "residual_sum":
-            made = np.maximum(value + first, 0)
+            made["map"] = np.maximum(value + first, 0)
         elif kind == "residual_gradient":
-            made = np.where(first > 0, second, 0)
+            made["map"] = np.where(first > 0, second, 0)
         elif kind == "to_raw":
-            made = rest[0] * np.where(active, first, 0) + rest[1] * raw + rest[2]
+            made["map"] = rest[0] * np.where(active, first, 0) + rest[1] * raw + rest[2]
         elif kind == "project":
-            made = value @ filters + self.bias.astype(np.float64) + first
+            made["map"] = value @ filters + self.bias.astype(np.float64) + first
         elif kind.startswith("project"):
-            made = first @ filters.T + second
-            of_filters, of_bias = (
-                np.einsum("nxyzi,nxyzo->io", value, first),
-                first.sum((0, 1, 2, 3)),
-            )
+            made["map"] = first @ filters.T + second
+            made["filter_gradient"] = np.einsum("nxyzi,nxyzo->io", value, first)
+            made["bias_gradient"] = first.sum((0, 1, 2, 3))
             if kind == "project_to_raw":
-                made = rest[0] * np.where(active, made, 0) + rest[1] * raw + rest[2]
+                passed = np.where(active, made["map"], 0)
+                made["map"] = rest[0] * passed + rest[1] * raw + rest[2]
         elif kind == "up_convolve":
-            made = whole(np.stack([value @ tap.T for tap in taps]), self.strides)
+            made["map"] = whole(np.stack([value @ tap.T for tap in taps]), self.strides)
         elif kind == "up_input_gradient":
-            made = sum(part @ tap for part, tap in zip(parts_of(first, self.strides), taps))
-        else:
             parts = parts_of(first, self.strides)
-            of_filters = np.einsum("tnxyzo,nxyzi->toi", parts, value).reshape(filters.shape)
-        if kind not in SUMS:
-            return made, None, of_filters, of_bias
-        gradient = np.where(active, made if written is None else written.astype(np.float64), 0)
-        sums = np.stack([gradient, gradient * (raw - rest[0]) * rest[1]], 1).sum((2, 3, 4))
-        return made, sums, of_filters, of_bias
+            made["map"] = sum(part @ tap for part, tap in zip(parts, taps))
+        else:
+            gradient = np.einsum("tnxyzo,nxyzi->toi", parts_of(first, self.strides), value)
+            made["filter_gradient"] = gradient.reshape(filters.shape)
+        if "sums_to" in self.makes:
+            gradient = np.where(active, written.get("map", made["map"]).astype(np.float64), 0)
+            sums = [gradient, gradient * (raw - rest[0]) * rest[1]]
+            made["sums_to"] = np.stack(sums, 1).sum((2, 3, 4))
+        return made
 
 
 def parts_of(fine, strides):
@@ -176,46 +154,30 @@ def whole(parts, strides):
     return split.reshape(batch, i * x, j * y, k * z, channels)
 
 
-OTHERS = ("convolve", "input_gradient", "filter_gradient", *LOSSES, "orthogonal")
-PASSES = [kind for kind in KINDS if kind not in OTHERS]
-BETWEEN_GRIDS = [kind for kind in PASSES if kind.startswith(("up_", "max_pool"))]
+EVERY_PASS = [(kind, [EVERY_AXIS]) for kind in PASSES]
+EVERY_PASS += [(kind, STRIDES) for kind in PASSES if kind.startswith(("up_", "max_pool"))]
 
 
-@pytest.mark.parametrize(("name", "dtype"), KERNELS)
-@pytest.mark.parametrize(
-    ("kind", "every_strides"),
-    [
-        *((kind, [EVERY_AXIS]) for kind in PASSES),
-        *((kind, STRIDES) for kind in BETWEEN_GRIDS),
-    ],
-)
-def test_a_pass_makes_what_its_definition_says(library, kind, every_strides, name, dtype):
-    if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
-        pytest.skip(f"needs a CPU with {name}")
+@pytest.mark.parametrize(("kind", "every_strides"), EVERY_PASS)
+def test_a_pass_makes_what_its_definition_says(kernel, kind, every_strides):
     rng, threads = np.random.default_rng(0), itertools.cycle(THREADS)
-    for shape, channels, (plain, add), strides in zip(
-        itertools.cycle(SHAPES),
-        [row for row in CHANNELS for _ in SHAPES],
-        itertools.cycle([(0, 1), (0, 0), (1, 1)]),
+    for (channels, shape), (is_plain, adds), strides in zip(
+        itertools.product(CHANNELS, SHAPES),
+        itertools.cycle([(False, True), (False, False), (True, True)]),
         itertools.cycle(every_strides),
     ):
-        case = Case(rng, kind, shape, channels, dtype, strides, plain, add)
+        case = Case(rng, kind, shape, channels, kernel, strides, is_plain, adds)
         count = next(threads)
-        results = case.run(library, name, count)
-        made, *rest = case.expected(results[0] if kind != "project_sums" else None)
-        is_rounded = kind == "up_filter_gradient" and name in TILES and not plain
-        of_filters = ERRORS[dtype] if is_rounded else SUM_ERROR
-        bounds = (ERRORS[dtype], SUM_ERROR, of_filters, SUM_ERROR)
-        for part, result, expected, bound in zip(
-            ("map", "sums", "filters", "bias"), results, (made, *rest), bounds
-        ):
-            if result is not None:
-                error = np.linalg.norm(result.astype(np.float64) - expected) / (
-                    np.linalg.norm(expected) + 1e-30
-                )
-                assert error < bound, (part, shape, channels, strides, count, plain, add)
-        again = case.run(
-            library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind]
-        )
-        for result, other in zip(results, again):  # the same bits, also over an input
-            assert result is None or result.tobytes() == other.tobytes()
+        made = case.run(kernel, count)
+        bounds = {"map": ERRORS[kernel.dtype]}
+        if kind.startswith("up_") and kernel.name in TILES:  # filters are rounded, too
+            bounds = dict.fromkeys(("map", "filter_gradient"), 1.5 * ERRORS[kernel.dtype])
+        expected = case.expected(made)
+        for part, result in made.items():
+            error = np.linalg.norm(result.astype(np.float64) - expected[part])
+            limit = bounds.get(part, SUM_ERROR) * (np.linalg.norm(expected[part]) + 1e-30)
+            assert error <= limit, (part, shape, channels, strides, count, is_plain, adds)
+        in_place = case.over is not None and len(case.others) >= case.over
+        again = case.run(kernel, count, in_place)
+        for part, result in made.items():  # the same bits, also over an input
+            assert result.tobytes() == again[part].tobytes(), part
