@@ -8,7 +8,7 @@ whether it has something to learn, and fits the free memory, or which settings w
 from typing import List, Sequence, Tuple
 
 from cpu3d.data.cases.notes import absence_line, absent_regions, left_out_of_mean
-from cpu3d.data.labels import all_names, mirror_pair
+from cpu3d.data.labels import mirror_pair
 from cpu3d.decisions import volume_shape
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of, check_card
@@ -174,7 +174,7 @@ def _notes(plan: Plan) -> List[str]:
     of_batch_norm = statistics_note(config.unet.norm, config.batch, config.micro)
     if of_batch_norm:
         notes.append(of_batch_norm)
-    pair = mirror_pair(all_names(manifest.labels, manifest.regions))
+    pair = mirror_pair((*manifest.labels.values(), *manifest.regions))
     if pair and config.augment.flip:
         sides = " and ".join(pair)
         notes.append(f"no mirroring along X, as the labels {sides} are left and right")

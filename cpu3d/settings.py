@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.labels import PaintedRegions, all_names
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.manifest import Code
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.region import EXTENTS
@@ -297,7 +297,7 @@ class RunConfig(Decided, Settings, StoreFacts):
     @property
     def mirrored_axes(self) -> Tuple[int, ...]:
         """The axes of X, Y, Z that it is trained on mirror images along."""
-        return self.augment.mirrored_axes(all_names(self.label_names, self.region_codes))
+        return self.augment.mirrored_axes((*self.label_names.values(), *self.region_codes))
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the run can be made again."""

@@ -7,12 +7,12 @@ intensity are those of nnU-Net.
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import Dict, Iterable, Iterator, Optional, Sequence, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.labels import mirrored_axes
+from cpu3d.data.labels import mirror_pair
 from cpu3d.data.normalise import Levels
 from cpu3d.data.region import Array, xyz
 from cpu3d.data.resolution import growing
@@ -52,10 +52,9 @@ class AugmentConfig:
     low_resolution: float = 0.0  # 1 - this to 1 of a channel's resolution
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            strength = getattr(self, name)
-            if not 0 <= strength < limit:
-                rule = f"augment {name} must be in [0, {limit})"
+        for name, strength in vars(self).items():
+            if not 0 <= strength < math.inf:
+                rule = f"augment {name} must be at least 0, and finite"
                 raise ValueError(f"{rule}, got {strength}; 0 turns it off")
 
     def mirrored_axes(self, label_names: Iterable[str]) -> Tuple[int, ...]:
@@ -63,26 +62,13 @@ class AugmentConfig:
         mirrored along: not X if labels are left and right, none without flips."""
         if not self.flip:
             return ()
-        return mirrored_axes(label_names)
+        return (1, 2) if mirror_pair(label_names) else (0, 1, 2)
 
     @property
     def needs_volume(self) -> bool:
         """Tell whether a change of intensity needs all of a volume at a time, in float32."""
         return any((self.contrast, self.gamma, self.blur, self.low_resolution))
 
-
-LIMITS = {
-    "gain": 1,
-    "offset": 10,
-    "rotation_deg": 45,
-    "scaling": 1,
-    "contrast": 1,
-    "gamma": 4,
-    "noise": 10,
-    "blur": 10,
-    "low_resolution": 1,
-}
-"""Of each strength the first number that is too large."""
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
@@ -113,11 +99,12 @@ class AugmentParams:
 
     def of_channels(self, picked: Sequence[int]) -> "AugmentParams":
         """Return the numbers of some channels."""
-        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in numbers.items():
-            if isinstance(value, np.ndarray) and name != "matrix":
-                numbers[name] = value[list(picked)]
-        return AugmentParams(**numbers)
+        numbers: Dict[str, Any] = {
+            name: value[list(picked)]
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray) and name != "matrix"
+        }
+        return replace(self, **numbers)
 
 
 def draw(
@@ -127,7 +114,7 @@ def draw(
     *,
     seed: int,
     position: int,
-    mirrored: Sequence[int] = (0, 1, 2),
+    mirrored: Sequence[int] = (),
 ) -> AugmentParams:
     """Draw the numbers for the sample at `position`, the same on every machine.
 
@@ -137,7 +124,7 @@ def draw(
     units = draws.units
     within = draws.within
     # Every number is always drawn, so that one option does not shift the others.
-    flips = [next(units) < 0.5 and config.flip and axis in mirrored for axis in range(3)]
+    flips = [next(units) < 0.5 and axis in mirrored for axis in range(3)]
     angles_deg = within(config.rotation_deg, 3)
     zoom = (1 + config.scaling) ** within(1, 1)[0]
     matrix = None
@@ -164,7 +151,9 @@ def draw(
         flips=xyz(flips),
         matrix=matrix,
         noise=noise if draws.happens("noise") else None,
-        noise_keys=_halves(words, draws.channels),
+        noise_keys=np.array(
+            [divmod(next(words), 2**32) for _ in range(draws.channels)], np.uint32
+        ),  # the halves of a word for each channel
         blur=draws.in_some_channels("blur", blur, 0),
         low_resolution=draws.in_some_channels("low_resolution", low_resolution, 1),
         contrast=contrast if draws.happens("contrast") else None,
@@ -231,19 +220,9 @@ def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Arr
     for axis, angle in enumerate(np.radians(angles_deg)):
         low, high = [k for k in range(3) if k != axis]
         about = np.eye(3)
-        about[low, low] = math.cos(angle)
-        about[high, high] = math.cos(angle)
+        about[[low, high], [low, high]] = math.cos(angle)
         about[low, high] = -math.sin(angle)
         about[high, low] = math.sin(angle)
         turn = about @ turn
     ratio = [[float(f"{made / read:.6g}") for made in spacing_mm] for read in spacing_mm]
     return (turn.T / zoom * np.array(ratio)).astype(np.float32)
-
-
-def _halves(words: Iterator[int], channels: int) -> Array:
-    """Return (channels, 2) uint32, the halves of a word for each channel."""
-    halves = []
-    for _ in range(channels):
-        word = next(words)
-        halves.append([word >> 32, word & 0xFFFFFFFF])
-    return np.array(halves, np.uint32)

@@ -42,28 +42,25 @@ def without_residue(volume: Array) -> Array:
     of the maximum that is connected to the border, if it is of mixed sign.
 
     Returned as it is if its voxels are whole numbers, if its background is exactly 0 already, or if
-    neither most of its border nor most of what is below 1 % is almost 0, as the noise in the air of
-    a scan that is not skull-stripped.
+    not most of what is below 1 % is almost 0, as the noise in the air of a scan that is not
+    skull-stripped.
     """
     if volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume):
         return volume
     size = np.abs(volume)
     tolerance = _tolerance(volume)
     tiny = size <= tolerance
+    near = size <= tolerance * NEAR / TOLERANCE
     tiny_voxels = np.count_nonzero(tiny)
     if np.count_nonzero(volume[tiny]) <= RESIDUE_SHARE * tiny_voxels:
         return volume
-    near = size <= tolerance * NEAR / TOLERANCE
-    is_apart = tiny_voxels >= APART_SHARE * np.count_nonzero(near)
-    if not is_apart and _border(tiny).mean() < BORDER_SHARE:
+    if tiny_voxels < APART_SHARE * np.count_nonzero(near):
         return volume
     from scipy.ndimage import label  # on use, as below
 
     components = label(near)[0]  # (X, Y, Z): the number of each voxel's component; 0 for none
-    is_outside = np.zeros(components.max() + 1, bool)  # of each: whether it reaches the border
-    is_outside[_border(components)] = True
-    is_outside[0] = False
-    outside = is_outside[components]
+    at_border = np.setdiff1d(_border(components), [0])
+    outside = np.isin(components, at_border)
     beside = volume[outside & ~tiny]
     if np.count_nonzero(beside < 0) >= SWINGS_SHARE * max(beside.size, 1):
         tiny |= outside

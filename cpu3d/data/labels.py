@@ -20,7 +20,7 @@ codes:
 
 import re
 from collections import defaultdict
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -37,25 +37,11 @@ SIDES = (("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh
 class PaintedRegions(Dict[str, Tuple[int, ...]]):
     """Region -> its label codes, of a data set that names how regions become codes."""
 
-    def __init__(
-        self,
-        codes: Union[Mapping[str, Tuple[int, ...]], Iterable[Tuple[str, Tuple[int, ...]]]],
-        paint: Iterable[Tuple[str, int]] = (),
-    ):
+    def __init__(self, codes: Mapping[str, Tuple[int, ...]], paint: Iterable[Tuple[str, int]] = ()):
         """`paint` are pairs of a region and its code, in the order of painting; regions that are
         not among `codes` are left out. Without any: painted as of any other dict."""
         super().__init__(codes)
         self.paint = {name: code for name, code in paint if name in self}
-
-
-def paint_by_order(
-    regions: Mapping[str, Tuple[int, ...]], class_order: Sequence[int]
-) -> Tuple[Tuple[str, int], ...]:
-    """The `paint` of regions that are painted one after the other, each with its code of
-    `class_order`; empty where the rules at the top of this file paint the same."""
-    paint = tuple(zip(regions, class_order))
-    is_usual = paint_order(PaintedRegions(regions, paint)) == paint_order(regions)
-    return () if is_usual else paint
 
 
 def painted_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, int]:
@@ -83,14 +69,6 @@ def check_painting(
             todo = "correct the regions, or their regions_class_order"
             problems.append(f"{rule}, got {got}; {todo}")
     raise_if_any(problems)
-
-
-def painting_in_words(
-    regions: Mapping[str, Tuple[int, ...]], paint: Iterable[Tuple[str, int]]
-) -> str:
-    """How regions are painted, in the order of painting, as "WT with 1, TC with 2"."""
-    codes = painted_codes(PaintedRegions(regions, paint))
-    return ", ".join(f"{name} with {code}" for name, code in codes.items())
 
 
 def region_mask(label: Array, codes: Sequence[int]) -> Array:
@@ -192,32 +170,20 @@ def mirror_pair(names: Iterable[str]) -> Optional[Tuple[str, str]]:
     return None
 
 
-def all_names(labels: Mapping[int, str], regions: Iterable[str]) -> Tuple[str, ...]:
-    """The names of labels and regions, which tell whether some are left and right."""
-    return (*labels.values(), *regions)
-
-
-def mirrored_axes(names: Iterable[str]) -> Tuple[int, ...]:
-    """The axes of X, Y, Z that images may be mirrored along: not X if labels are left and right."""
-    return (1, 2) if mirror_pair(names) else (0, 1, 2)
-
-
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=\D)(?=\d)|[\W_]+")
 
 
 def _without_side(name: str, side: str) -> Optional[str]:
-    """The words of a name without `side`, in lower case and sorted; None if it is not there."""
-    words = _BETWEEN_WORDS.sub(" ", name).lower().split()
-    text = " ".join(words)
-    is_long = len(side) > 3
-    if side in words:
-        words = [word for word in words if word != side]
-    elif is_long and side in text:
-        words = text.replace(side, " ", 1).split()
-    elif len(side) == 1 and len(text) > 3 and text.startswith(side):
-        words = text[1:].split()
-    elif len(side) == 1 and len(text) > 3 and text.endswith(side):
-        words = text[:-1].split()
-    else:
-        return None
-    return " ".join(sorted(words))
+    """Return the words of a name without `side`, in lower case and sorted; None if it is not
+    there."""
+    text = " ".join(_BETWEEN_WORDS.sub(" ", name).lower().split())
+    patterns = [rf"\b{side}\b"]
+    if len(side) > 3:
+        patterns.append(side)
+    if len(side) == 1 and len(text) > 3:
+        patterns += [f"^{side}", f"{side}$"]
+    for pattern in patterns:
+        rest, found = re.subn(pattern, " ", text)
+        if found:
+            return " ".join(sorted(rest.split()))
+    return None

@@ -44,7 +44,7 @@ PER_MM = {"unknown": 1.0, "meter": 0.001, "mm": 1.0, "micron": 1000.0}
 MOST_SHEAR_DEG = 45.0
 SHEAR_DEG = 0.01  # up to here axes count as perpendicular: headers round their numbers
 # Most by which the square of a unit quaternion's length may be above 1, as of one written with six
-# digits.
+# digits. nibabel refuses that, also in what we write: such a quaternion is written anew.
 QUATERNION_TOLERANCE = 1e-5
 
 MOST_APART = 0.25  # voxels between the corners of grids that are one; less than a neighbour's share
@@ -318,7 +318,7 @@ def _axes(shape: Sequence[int]) -> Tuple[int, ...]:
 
 
 def _geometry(path: Path, header: Header, shape: Tuple[int, int, int]) -> Geometry:
-    _shorten_quaternion(header)
+    header.quaternion_threshold = -QUATERNION_TOLERANCE
     code = int(header["xyzt_units"]) & 7  # the other bits are of time
     unit: Unit = UNITS[code] if code < len(UNITS) else "unknown"
     try:
@@ -337,8 +337,10 @@ def _geometry(path: Path, header: Header, shape: Tuple[int, int, int]) -> Geomet
         unit=unit,
     )
     forms = _forms(header)
-    is_finite = np.isfinite(forms).all()  # not, with the NaN of a form that is not used
-    if is_finite and forms != _forms(_placed_header(geometry)):
+    quaternion = np.array(forms[4:7])
+    is_kept = np.isfinite(forms).all()  # not, with the NaN of a form that is not used
+    is_kept &= quaternion @ quaternion <= 1 - Nifti1Header.quaternion_threshold
+    if is_kept and forms != _forms(_placed_header(geometry)):
         return dataclasses.replace(geometry, forms=forms)
     return geometry
 
@@ -373,17 +375,6 @@ def _shear_deg(steps: Array) -> float:
     directions = steps / np.linalg.norm(steps, axis=0)
     cosines = np.abs(directions.T @ directions)[np.triu_indices(3, 1)]
     return math.degrees(math.asin(min(float(cosines.max()), 1.0)))
-
-
-def _shorten_quaternion(header: Header) -> None:
-    """Bring a quaternion that is too long by rounding to length 1: nibabel refuses it, also in what
-    we write."""
-    names = ("quatern_b", "quatern_c", "quatern_d")
-    quaternion = np.array([float(header[name]) for name in names])
-    above = float(quaternion @ quaternion) - 1
-    if abs(header.quaternion_threshold) <= above <= QUATERNION_TOLERANCE:
-        for name, value in zip(names, quaternion / math.sqrt(1 + above)):
-            header[name] = value
 
 
 def _in_ras_order(geometry: Geometry, values: Sequence[T]) -> Tuple[T, T, T]:

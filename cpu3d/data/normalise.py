@@ -51,15 +51,6 @@ class Normalisation:
     why: str = field(default="", compare=False)  # the reason for the kind, in words and numbers
     is_chosen: bool = field(default=False, compare=False)  # whether a user chose the kind
 
-    def __post_init__(self) -> None:
-        numbers = (self.low, self.high, self.mean, self.std)
-        if self.kind is not Kind.CT or numbers == (None,) * 4:
-            return
-        known = [math.nan if number is None else number for number in numbers]
-        if not (known[0] < known[1] and known[3] > 0 and math.isfinite(sum(known))):
-            rule = "ct must have low below high, a finite mean and a std above 0"
-            raise ValueError(f"{rule}, got {numbers}; restore the file")
-
     @property
     def has_background(self) -> bool:
         """Whether 0 is background: what is not there, and stays 0."""

@@ -121,71 +121,39 @@ def patch_at(
     `attempt`. Where voxels are to be ignored and nothing in a patch is annotated, the loader takes
     the next one below ATTEMPTS, another patch of the same case; the last one is around a labelled
     voxel, also with "random"."""
-    seed = sampling.seed
-    index = case_at(position, cases=len(records), seed=seed, shuffle=sampling.shuffle)
+    index = case_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
     record = records[index]
     shape = xyz(sampling.shape)
-    is_last = attempt == ATTEMPTS - 1
     if sampling.sampling == "centre":
-        region = case_region(record, shape, sampling.extent)
-    elif is_last or _is_foreground(position, sampling):
-        region = Region(_start_around_label(position, sampling, record, attempt), shape)
-    else:
-        region = Region(_random_start(position, sampling, record, attempt), shape)
-    return Patch(index, region)
-
-
-def _is_foreground(position: int, sampling: PatchSampling) -> bool:
-    """Tell whether the patch at a position is to be around a labelled voxel: such positions are
-    evenly spread, so that every batch has its share."""
-    if sampling.sampling != "foreground":
-        return False
-    share = sampling.foreground
-    return math.floor((position + 1) * share) > math.floor(position * share)
-
-
-def _units(sampling: PatchSampling, position: int, key: int, attempt: int) -> Iterator[float]:
-    """Yield the random numbers of a patch: the first attempt at it has no number of its own."""
-    again = (attempt,) if attempt else ()
-    return random_units(sampling.seed, position, key, *again)
-
-
-def _random_start(
-    position: int, sampling: PatchSampling, record: CaseRecord, attempt: int
-) -> Shape3:
-    """Draw the first voxel of a patch anywhere in the extent."""
-    units = _units(sampling, position, _PLACE, attempt)
-    return xyz(low + int(next(units) * (high - low + 1)) for low, high in _starts(sampling, record))
-
-
-def _start_around_label(
-    position: int, sampling: PatchSampling, record: CaseRecord, attempt: int
-) -> Shape3:
-    """Draw the first voxel of a patch around a voxel of a region; of one anywhere in the extent if
-    the case has none of the regions."""
-    regions: List[List[int]] = []  # the label codes that the case has, of each region with some
-    for codes in sampling.codes:
-        occurring = [code for code in codes if record.centres.get(code)]
-        if occurring:
-            regions.append(occurring)
-    if not regions:
-        return _random_start(position, sampling, record, attempt)
-    units = _units(sampling, position, _CENTRE, attempt)
+        return Patch(index, case_region(record, shape, sampling.extent))
+    # Positions with a foreground patch are evenly spread, so that every batch has its share.
+    share = sampling.foreground if sampling.sampling == "foreground" else 0
+    is_foreground = math.floor((position + 1) * share) > math.floor(position * share)
+    codes: List[List[int]] = []  # those that the case has, of each region with some
+    if is_foreground or attempt == ATTEMPTS - 1:
+        occurring = ([code for code in own if record.centres.get(code)] for own in sampling.codes)
+        codes = [own for own in occurring if own]
+    key = _CENTRE if codes else _PLACE
+    again = (attempt,) if attempt else ()  # the first attempt has no number of its own
+    units = random_units(sampling.seed, position, key, *again)
+    starts = _starts(sampling, record)
+    if not codes:
+        start = xyz(low + int(next(units) * (high - low + 1)) for low, high in starts)
+        return Patch(index, Region(start, shape))
     code_unit = next(units)
     region_unit = next(units)
     centre_unit = next(units)
     # A region and then its code, so that small ones come up.
-    code = _picked(_picked(regions, region_unit), code_unit)
-    centre = _picked(record.centres[code], centre_unit)
-    start = []
-    for voxel, size, (low, high) in zip(centre, sampling.shape, _starts(sampling, record)):
+    code = _picked(_picked(codes, region_unit), code_unit)
+    around = []
+    for voxel, size, (low, high) in zip(_picked(record.centres[code], centre_unit), shape, starts):
         before = size // 4 + int(next(units) * max(size // 2, 1))
-        start.append(min(max(voxel - before, low), high))
-    return xyz(start)
+        around.append(min(max(voxel - before, low), high))
+    return Patch(index, Region(xyz(around), shape))
 
 
 def _picked(choices: Sequence[T], unit: float) -> T:
-    """The choice at a number in [0, 1)."""
+    """Return the choice at a number in [0, 1)."""
     return choices[int(unit * len(choices))]
 
 

@@ -35,7 +35,9 @@ def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> Image
     image = _flipped(image, drawn.flips)
     target = _flipped(_decided(target, spec), drawn.flips)
     if spec.is_bfloat16:
-        image = _bfloat16_bits(image)
+        from ml_dtypes import bfloat16  # of TensorFlow, on use
+
+        image = image.astype(bfloat16).view(np.uint16)
     return np.ascontiguousarray(image), np.ascontiguousarray(target, np.uint8)
 
 
@@ -61,7 +63,7 @@ def _decided(target: Array, spec: SampleSpec) -> Array:
 
 def smoothings(drawn: AugmentParams, grid: Shape3) -> List[Optional[Tuple[Array, ...]]]:
     """Return the matrices by which each channel is smoothed along X, Y and Z; None if it is not."""
-    of_channels: List[Optional[Tuple[Array, ...]]] = []
+    matrices: List[Optional[Tuple[Array, ...]]] = []
     for channel in range(len(drawn.scale)):
         blur = 0.0
         resolution = 1.0
@@ -70,10 +72,10 @@ def smoothings(drawn: AugmentParams, grid: Shape3) -> List[Optional[Tuple[Array,
         if drawn.low_resolution is not None:
             resolution = float(drawn.low_resolution[channel])
         if blur > 0 or resolution < 1:
-            of_channels.append(tuple(smoothing(n, blur, resolution) for n in grid))
+            matrices.append(tuple(smoothing(n, blur, resolution) for n in grid))
         else:
-            of_channels.append(None)
-    return of_channels
+            matrices.append(None)
+    return matrices
 
 
 def _shrunk(volume: Array, start: Shape3, matrices: Sequence[Array]) -> Array:
@@ -168,11 +170,3 @@ def _mixed(word: Array) -> Array:
 
 def _flipped(volume: Array, flips: Sequence[bool]) -> Array:
     return np.flip(volume, [axis for axis in range(3) if flips[axis]])
-
-
-def _bfloat16_bits(image: Array) -> Array:
-    """Return the upper half of each float32, rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(image).view(np.uint32)
-    last = bits >> np.uint32(16) & np.uint32(1)
-    rounded = (bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
-    return np.where(np.isnan(image), 0x7FC0, rounded).astype(np.uint16)

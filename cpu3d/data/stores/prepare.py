@@ -46,8 +46,6 @@ from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.labels import (
     PaintedRegions,
     check_painting,
-    paint_by_order,
-    painting_in_words,
 )
 from cpu3d.data.manifest import USUAL, Manifest, StoreSettings
 from cpu3d.data.split import Split, division_problems
@@ -292,9 +290,8 @@ def _check_unchanged(
     if regions != manifest.regions:
         got = f"{regions_in_words(regions)}, not {regions_in_words(manifest.regions)}"
         changes.append(f"{rule} the regions are now {got}")
-    elif paint_by_order(regions, dataset.class_order) != manifest.paint:
-        kept = painting_in_words(manifest.regions, manifest.paint)
-        got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
+    elif tuple(zip(regions, dataset.class_order)) != manifest.paint:
+        got = f"{list(dataset.class_order)}, not {[code for _, code in manifest.paint]}"
         changes.append(f"{rule} regions_class_order is now {got}")
     if splitting.differs(manifest, {files.case_id for files in dataset.cases}):
         kept = f"{split_sizes(manifest)}, seed {manifest.split_seed}"

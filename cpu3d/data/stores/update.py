@@ -16,7 +16,6 @@ from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.datasets.layouts import ignoring, labels_in_use, regions_in
 from cpu3d.data.datasets.patients import TABLE, read_patients
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import CaseRecord, Manifest, StoreSettings, make_manifest, remake
 from cpu3d.data.normalise import if_any_differs
 from cpu3d.data.split import SplitCase
@@ -239,7 +238,7 @@ def _first_manifest(
         channels=dataset.channels,
         labels=labels,
         regions=regions,
-        paint=paint_by_order(regions, dataset.class_order),
+        paint=tuple(zip(regions, dataset.class_order)),
         ignore=dataset.ignore,
         split=split,
         split_seed=splitting.seed,
