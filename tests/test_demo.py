@@ -61,17 +61,6 @@ def test_only_the_whole_demo_is_cut_to_its_minutes(commands):
     assert "--budget-minutes" not in smoke
 
 
-def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone(commands):
-    plain, lean = (commands(smoke=True, policy=policy) for policy in (None, "lean"))
-    of_plain, of_lean = (
-        {word for line in calls for word in line if word.startswith("out/")}
-        for calls in (plain, lean)
-    )
-    assert of_lean - of_plain == {"out/smoke/run-lean", "out/smoke/predictions-lean"}
-    assert of_plain - of_lean == {"out/smoke/run", "out/smoke/predictions"}
-    assert lean[2][-2:] == ["--policy", "lean"]
-
-
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [

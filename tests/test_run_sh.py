@@ -1,9 +1,7 @@
 """run.sh with made Pythons on a made PATH: which it takes, what it installs, what it says. No
 network."""
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -67,7 +65,6 @@ class Sandbox(NamedTuple):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
 
     def run(self, *words, **more):
@@ -75,14 +72,6 @@ class Sandbox(NamedTuple):
         process = self.start(*words, **more)
         printed = process.communicate(timeout=60)[0]
         return process.returncode, printed
-
-    def installing(self, *words, **environment):
-        """The process, once pip installs, which it does until there is a file "pip may end"."""
-        waits = str(self.bin / "pip may end")
-        process = self.start(*words, STUB_PIP_WAITS=waits, **environment)
-        while not (self.journal.exists() and self.journal.read_text()):
-            time.sleep(0.05)
-        return process
 
     def calls(self):
         """The calls of the Pythons since the last call of this."""
@@ -122,7 +111,6 @@ def ready(sandbox):
     ("versions", "system", "without_avx2", "file", "python"),
     [
         (["3.9", "3.10", "3.11", "3.12"], "Linux x86_64", 0, "requirements.txt", "3.11"),
-        (["3.9", "3.12"], "Linux x86_64", 0, "requirements.txt", "3.9"),
         (["3.13", "3.8"], "Linux x86_64", 0, "requirements-latest.txt", "3.13"),
         (["3.11"], "Linux x86_64", 1, "requirements-latest.txt", "3.11"),
         (["3.11"], "Darwin arm64", 0, "requirements-latest.txt", "3.11"),
@@ -141,13 +129,11 @@ def test_the_fastest_engine_of_the_host_is_installed(
     assert sandbox.calls() == [f"pip {sandbox.root}/{file}"]
 
 
-@pytest.mark.parametrize("versions", [[], ["3.8"], [""]])
-def test_without_a_python_that_will_do_it_is_said_what_to_install(sandbox, versions):
-    for version in versions:  # one without venv prints no version
-        sandbox.python("python3", version)
+@pytest.mark.parametrize("version", ["3.8", ""])  # one without venv prints no version
+def test_without_a_python_that_will_do_it_is_said_what_to_install(sandbox, version):
+    sandbox.python("python3", version)
     code, printed = sandbox.run()
     assert code == 1
-    assert "Python 3.10 to 3.13 (3.9 to 3.11 with Intel's extension) with venv must be" in printed
     assert "sudo apt install python3.11-venv" in printed
     assert not (sandbox.root / ".venv").exists()
 
@@ -201,16 +187,13 @@ def test_words_go_where_they_belong_after_a_set_up(sandbox, tmp_path, words, cal
     ]
 
 
-@pytest.mark.parametrize("link", ["absolute", "relative", "of a link", "checkout/run.sh", "cpu3d"])
+@pytest.mark.parametrize("link", ["link", "checkout/run.sh", "cpu3d"])
 def test_through_a_link_it_is_the_checkout_that_is_used(ready, tmp_path, link):
-    calls = tmp_path / "calls"
-    calls.mkdir()
-    (calls / "absolute").symlink_to(ready.root / "run.sh")
-    (calls / "relative").symlink_to(Path("..") / ready.root.name / "run.sh")
-    (calls / "of a link").symlink_to("relative")
-    (calls / "checkout").symlink_to(ready.root)
+    (tmp_path / "first").symlink_to(Path(ready.root.name) / "run.sh")
+    (tmp_path / "link").symlink_to("first")
+    (tmp_path / "checkout").symlink_to(ready.root)
     (ready.bin / "cpu3d").symlink_to(ready.root / "run.sh")
-    script = "cpu3d" if link == "cpu3d" else calls / link  # by its name, found on the PATH
+    script = "cpu3d" if link == "cpu3d" else tmp_path / link  # by its name, found on the PATH
     code, printed = ready.run("train", cwd=tmp_path, script=script, CDPATH=str(tmp_path))
     assert code == 0, printed
     assert ready.calls() == [f"python3.11 -m cpu3d train [{tmp_path}] [{ready.root}]"]
@@ -245,22 +228,11 @@ def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):
     assert sandbox.run("train")[0] == 0
 
 
-def test_any_command_completes_a_setup_that_was_cut_with_its_engine(ready):
-    ready.python("python3.12", "3.12")
-    process = ready.installing("setup", "--gpu")
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    downloaded = ready.root / ".venv/downloaded"
-    downloaded.touch()
-    assert ready.run("train")[0] == 0
-    assert ready.engine() == "requirements-gpu.txt"
-    assert downloaded.exists()
-
-
 def test_who_comes_while_another_sets_up_waits_and_finds_it_ready(sandbox):
     sandbox.python("python3.11", "3.11")
-    first = sandbox.installing("setup")
+    first = sandbox.start("setup", STUB_PIP_WAITS=str(sandbox.bin / "pip may end"))
+    while not sandbox.journal.exists():
+        time.sleep(0.05)
     second = sandbox.start("train")
     time.sleep(0.3)
     assert second.poll() is None

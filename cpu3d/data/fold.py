@@ -52,8 +52,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
 
 
 def _given(store: Store, folds: Sequence[str]) -> Split:
-    """The split of a view of given folds, which were checked when the store was made. Unlabelled
-    cases, which `store append` may have added, are left out."""
+    """The split of a view of given folds, which were checked when the store was made."""
     kept = store.manifest.folds
     chosen = []
     for fold in folds:
@@ -64,8 +63,7 @@ def _given(store: Store, folds: Sequence[str]) -> Split:
         chosen.append(kept[number - 1])
     train = set.intersection(*(set(fold["train"]) for fold in chosen))
     held_out = {case_id for fold in chosen for case_id in fold["val"]}
-    bare = set(store.manifest.unlabelled)
-    view = {"train": train - bare, "val": held_out - bare, "test": store.manifest.split["test"]}
+    view = {"train": train, "val": held_out, "test": store.manifest.split["test"]}
     return {name: tuple(sorted(ids)) for name, ids in view.items()}
 
 

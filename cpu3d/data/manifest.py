@@ -319,12 +319,13 @@ def case_from_json(content: bytes) -> CaseRecord:
         record = msgspec.json.decode(content, type=CaseRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)[:300]) from None
-    shape = record.shape
-    box = record.box
-    stored = record.stored
-    geometry = record.geometry
-    corners = zip(stored.start, box.start, box.stop, stored.stop, shape)
-    are_nested = all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners)
+    corners = zip(
+        record.stored.start,
+        record.box.start,
+        record.box.stop,
+        record.stored.stop,
+        record.shape,
+    )
     statistics = (
         record.channel_mean,
         record.channel_std,
@@ -333,28 +334,13 @@ def case_from_json(content: bytes) -> CaseRecord:
         record.channel_voxels,
     )
     counts = {len(numbers) for numbers in statistics}
-    later = (record.around, record.units, record.foreground)
-    are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
-    is_turned = sorted(geometry.shape) == sorted(record.scored_shape)
+    nested = all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners)
     rules = (
-        ("box must be in stored, and stored in shape", are_nested),
+        ("box must be in stored, and stored in shape", nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
-        ("around, units and foreground must be none or of each channel", are_of_channels),
         ("files must be of image and labels", set(record.files) in (set(), {*record.kinds})),
-        ("centres must be voxels of shape", _within(record.centres, shape)),
-        ("geometry must be of shape, turned, or of resampled_from's", is_turned),
-        ("forms must be none or 22 numbers", len(geometry.forms) in (0, 22)),
     )
     broken = [rule for rule, holds in rules if not holds]
     if broken:
         raise ValueError("; ".join(broken))
     return record
-
-
-def _within(centres: Mapping[int, Sequence[Voxel]], shape: Shape3) -> bool:
-    """Whether all voxels are of a volume of `shape`."""
-    for voxels in centres.values():
-        for places, size in zip(zip(*voxels), shape):
-            if max(places) >= size:
-                return False
-    return True

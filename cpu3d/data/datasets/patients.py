@@ -1,7 +1,6 @@
 """The patient of each case: from a table that a user gives, else from the case's name."""
 
 import csv
-import itertools
 import re
 from pathlib import Path
 from typing import Collection, Dict, List, Mapping, Tuple
@@ -91,15 +90,3 @@ def describe_patients(rules: Mapping[str, int]) -> List[str]:
     """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of
     cases."""
     return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
-
-
-def alike(case_ids: Collection[str]) -> Tuple[str, ...]:
-    """The two names with the longest common beginning, which may be of one patient; none if no two
-    have one."""
-
-    def common(pair: Tuple[str, str]) -> int:
-        return sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(*pair)))
-
-    ordered = sorted(case_ids)
-    longest = max(zip(ordered, ordered[1:]), key=common, default=("", ""))
-    return longest if common(longest) else ()

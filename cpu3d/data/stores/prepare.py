@@ -21,7 +21,7 @@ are on the images' own grids all the same.
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
 from cpu3d.data.cases.kinds import chosen_kinds
 from cpu3d.data.cases.notes import (
@@ -41,7 +41,7 @@ from cpu3d.data.cases.resample import (
 )
 from cpu3d.data.datasets.dataset import Dataset, parse_regions, regions_in_words
 from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
-from cpu3d.data.datasets.patients import UNKNOWN, alike, describe_patients
+from cpu3d.data.datasets.patients import UNKNOWN, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.labels import (
     PaintedRegions,
@@ -311,29 +311,20 @@ def _announce(dataset: Dataset) -> None:
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
-        line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"
+        own = ", ".join(region for region, codes in regions.items() if code in codes)
+        if code == dataset.ignore:
+            own = "not annotated: neither learnt nor scored"
+        line = f"  {code} {name} -> {own or 'no region'}"
         if code not in always:
             line += ", if a label holds it"
         lines.append(line)
     lines.append(f"Patients: {len({case.patient_id for case in dataset.cases})}")
     lines += [f"  {rule}" for rule in describe_patients(Counter(dataset.patient_rules.values()))]
-    unknown = [name for name, rule in dataset.patient_rules.items() if rule == UNKNOWN]
-    if unknown:
-        pair = " and ".join(alike(unknown))
-        example = f", as perhaps {pair}" if pair else ""
-        lines.append(
-            f"  if a patient has several cases{example}, name them with --patients FILE, or test"
-            " scores may be too good"
-        )
+    if UNKNOWN in dataset.patient_rules.values():
+        todo = "name them with --patients FILE, or test scores may be too good"
+        lines.append(f"  if a patient has several cases, {todo}")
     say(*lines, stderr=False)
     say(*dataset.warnings)
-
-
-def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
-    """The names of the regions that a label code belongs to, or that it is the one to ignore."""
-    if code == ignore:
-        return "not annotated: neither learnt nor scored"
-    return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
 
 
 # --- The summary of a store ---

@@ -11,7 +11,6 @@ import time
 import psutil
 import pytest
 
-from cpu3d.__main__ import main
 from cpu3d.util.child import run_jobs
 
 DIE = "__import__('os')._exit(9)"
@@ -87,11 +86,3 @@ def test_workers_end_with_their_parent(tmp_path, number):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    "command", ["phantom --out x", "prepare --dataset x --store x", "store verify --store x"]
-)
-def test_the_number_of_workers_is_checked(command, capsys):
-    assert main([*command.split(), "--workers", "0"]) == 2
-    assert "workers must be at least 1, got 0" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_the_newest_of_a_key_counts_in_the_place_of_the_first():
     assert [record["n"] for record in newest(records, lambda record: record["title"])] == [3, 2]
 
 
-@pytest.mark.parametrize("line", ["{", "3", '{"kind": "step"}', '{"schema": 7, "kind": "step"}'])
+@pytest.mark.parametrize("line", ["{", "3", '{"schema": 7, "kind": "step"}'])
 def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
     path = tmp_path / "r.jsonl"
     append_record(path, "step", {"step_s": 1})
@@ -37,13 +37,9 @@ def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
         file.write(line + "\n")
     with pytest.raises(InputError, match="jsonl:2 must"):
         read_records(path, "step")
-    with pytest.raises(InputError, match="must exist"):
-        read_records(tmp_path / "none", "step")
 
 
 def test_lists_and_deviations_are_written_for_a_reader():
     assert [listed(items) for items in ([1], "ab", ["a", "b", 3])] == ["1", "a and b", "a, b and 3"]
-    assert (plus_minus(0.9124, 0.0041, 3), plus_minus(0.9124, None, 2)) == (
-        "0.912 \u00b1 0.004",
-        "0.91",
-    )
+    assert plus_minus(0.9124, 0.0041, 3) == "0.912 \u00b1 0.004"
+    assert plus_minus(0.9124, None, 2) == "0.91"
