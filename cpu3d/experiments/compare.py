@@ -6,7 +6,6 @@
         --variant patch-64 "--mode patch --patch 64 64 64" --variant wide "--filters 32"
     ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
         --variant turned "--augment nnunet"
-    ./run.sh compare --runs runs/a-seed0 runs/a-seed1 runs/b-seed0 runs/b-seed1 --out seen
 
 Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N
 times). The first variant is the baseline: every other variant is compared with it, case by case and
@@ -19,13 +18,10 @@ post-processing.
 
 Writes OUT/report.html, OUT/results.json, and ordinary run folders, or folders of folds, in
 OUT/runs. The same command continues an interrupted comparison. A run that fails is left out and
-named, and the exit code is 1. Folders of --runs are only read: each run must be trained to its end
-and scored. Runs whose folders have the same name before "-seed" and the number are one variant, of
-that name. """
+named, and the exit code is 1."""
 
 import dataclasses
 import json
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +31,7 @@ from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.experiments.folds import publish_folds
-from cpu3d.experiments.results import RESULTS, Answer, Comparison, publish, read_answer
+from cpu3d.experiments.results import Answer, Comparison, publish, read_answer
 from cpu3d.experiments.runner import PlannedRun, carry_out
 from cpu3d.experiments.variants import (
     COLUMNS,
@@ -50,11 +46,8 @@ from cpu3d.experiments.variants import (
     without,
 )
 from cpu3d.inference.out_of_fold import SPLIT
-from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
-from cpu3d.run.checkpoint import is_over
-from cpu3d.run.config_json import load_config
+from cpu3d.inference.scores_file import UNTOUCHED, warning
 from cpu3d.run.folds import COMPARISON, SCHEMA, Folds, fold_folder, save_folds
 from cpu3d.settings import SETTINGS, as_options, recipe_settings
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
@@ -74,16 +67,13 @@ class Options:
     """The options of `compare` beside those of training, which are for all variants."""
 
     out: Path = option(help="folder to write; an existing comparison is continued", metavar="DIR")
-    store: Optional[Path] = option(None, help="store that `prepare` has written", metavar="DIR")
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
     variant: Tuple[Tuple[str, str], ...] = option(
         (),
         help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; repeat for each '
         "(default: whole volumes, and patches of half their size)",
         metavar=("NAME", "OPTIONS"),
         repeat=True,
-    )
-    runs: Tuple[Path, ...] = option(
-        (), help="compare these scored run folders; nothing is trained", metavar="DIR"
     )
     minutes: Optional[float] = option(
         None, "budget of every run: minutes of its steps", "M", above=0
@@ -98,9 +88,6 @@ class Options:
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     tolerance: float = option(
         TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0
-    )
-    title: Optional[str] = option(
-        None, help="title of page and record (default: the data's name)", metavar="TEXT"
     )
     record: Optional[Path] = option(
         None, help="append the result to this .jsonl file", metavar="FILE"
@@ -135,8 +122,6 @@ def run(options: Options, settings: Json) -> int:
     raise_if_any(_problems(options, settings))
     if options.split != UNTOUCHED:
         say(f"warning: {warning(options.split)}")
-    if options.runs:
-        return _compare_finished(options)
     store = open_store(options.store)
     store.check(record for split in store.manifest.split for record in store.cases(split))
     kept, budget = _kept(options, settings, store)
@@ -167,7 +152,7 @@ def run(options: Options, settings: Json) -> int:
                     continue
                 if options.folds:
                     publish_folds(out / "runs" / name)
-                answers.append(_read(planned.name, seed, out / "runs" / name, options))
+                answers.append(read_answer(planned.name, seed, out / "runs" / name, kept.split))
         _publish(answers, kept.plan[0].name, left_out, store, options, budget, kept.plan)
     return 1 if failed else 0
 
@@ -178,9 +163,6 @@ def run(options: Options, settings: Json) -> int:
 def _problems(options: Options, settings: Json) -> Iterator[str]:
     """Options that are missing, equal or do not go together."""
     epochs = settings.get("epochs")
-    if not (options.runs or options.store):
-        todo = "name one, or give --runs with folders to compare"
-        yield f"--store must name a store, got none; {todo}"
     names = [name for name, _ in options.variant]
     for name, values in (("seeds", options.seeds), ("variant", names)):
         if len(set(values)) < len(values):
@@ -189,10 +171,7 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
         got = f"--split {options.split} --tolerance {options.tolerance:g}"
         todo = f"held-out cases are scored, at {TOLERANCE_MM:g} mm; leave them out"
         yield f"--folds must come without --split and --tolerance, got {got}; {todo}"
-    given = (settings, options.minutes, options.variant, options.dry_run, options.folds)
-    if options.runs and any(given):
-        yield "--runs must be without options of training, got some; leave them out"
-    elif epochs and options.minutes:
+    if epochs and options.minutes:
         got = f"got {epochs} and {options.minutes:g}"
         yield f"--epochs and --minutes must be one budget, {got}; leave one out"
 
@@ -285,10 +264,6 @@ def _save_folds(
         save_folds(folder, Folds(options.folds, str(store), chosen))
 
 
-def _read(variant: str, seed: int, folder: Path, options: Options) -> Answer:
-    return read_answer(variant, seed, folder, SPLIT if options.folds else options.split)
-
-
 def _publish(
     answers: List[Answer],
     baseline: str,
@@ -302,7 +277,7 @@ def _publish(
     variants = dict.fromkeys(answer.variant for answer in answers)
     split = {name: len(ids) for name, ids in manifest.split.items()}
     about = {
-        "title": options.title or f"{' against '.join(variants)}: {manifest.name}",
+        "title": f"{' against '.join(variants)}: {manifest.name}",
         "data": {"name": manifest.name, "split": split, "shape": manifest.largest_shape},
         "budget": budget,
         "seeds": list(options.seeds),
@@ -333,46 +308,3 @@ def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table
         title=f"{each}, each for {budget}",
         caption=f"predicted: {total} of steps, without validation and scoring",
     )
-
-
-# --- Runs that are there ---
-
-
-def _compare_finished(options: Options) -> int:
-    """Compare the runs of --runs, the first one's variant first. Raises InputError, with all
-    problems at once, for two runs of one variant and seed, and for runs that were not trained to
-    their end or have no current scores."""
-    runs: Dict[Tuple[str, int], Path] = {}
-    problems: List[str] = []
-    for folder in options.runs:
-        try:
-            seed = load_config(folder).seed
-        except InputError as error:
-            problems += error.problems
-            continue
-        name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.resolve().name) or folder.name
-        if (name, seed) in runs:
-            both = f"{runs[name, seed]} and {folder}"
-            rule = f"runs must differ in their name or seed, got {name}, seed {seed} for {both}"
-            problems.append(f"{rule}; leave one out")
-        runs[name, seed] = folder.resolve()
-        if not is_over(folder):
-            rule = f"run {folder} must have been trained to its end, got another state"
-            problems.append(f"{rule}; see `status --run {folder}`")
-            continue
-        outdated = outdated_scores(folder, options.split, options.tolerance)
-        if outdated:
-            command = f"evaluate --run {folder} --split {options.split}"
-            todo = f"run `{command} --tolerance {options.tolerance!r}`"
-            problems.append(f"run {folder} must have current scores, got {outdated}; {todo}")
-    raise_if_any(problems)
-    first = next(iter(runs.values()))
-    store = store_of_run(load_config(first), options.store)
-    out = writable_folder(options.out, "folder of --out")
-    is_native = (out / RESULTS).is_file() and not (out / COMPARISON).is_file()
-    if not (is_native or is_untouched(out, RESULTS)):
-        rule = f"--out {out} must be empty or hold a {RESULTS}"
-        raise InputError(f"{rule}, got other files; choose another")
-    answers = [_read(name, seed, folder, options) for (name, seed), folder in runs.items()]
-    _publish(answers, answers[0].variant, {}, store, options, "that of the runs", [])
-    return 0

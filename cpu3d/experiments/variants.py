@@ -30,7 +30,7 @@ Json = Dict[str, Any]
 DECIDED = ("seed", "fold", "steps", "budget_minutes")
 """Settings that `compare` decides for every run."""
 FOR_ALL = (*DECIDED, "epochs", "validations", "regions")
-NETWORK = ("recipe", "init", "depth", "strides")  # a variant with one has a network of its own
+NETWORK = ("recipe", "init", "depth", "strides")  # another one of them is another network
 # No step is faster: a budget of minutes has the epochs that such steps would fill.
 LEAST_STEP_S = 1e-3
 # Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
@@ -126,10 +126,11 @@ def planned_variants(
     of all variants, each by name."""
     resolved: Dict[str, Tuple[Json, Plan]] = {}
     problems: List[str] = []
+    first = next(iter(variants.values()))
     network: Json = {}
     for name, chosen in variants.items():
         settings = {**network, **chosen}
-        if any(setting in chosen for setting in NETWORK):
+        if any(each in chosen and chosen[each] != first.get(each) for each in NETWORK):
             settings = dict(chosen)
         try:
             plan = _plan(store, settings, folds[0], force=force)

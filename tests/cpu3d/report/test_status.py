@@ -16,9 +16,9 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.plan import PLAN_SCHEMA
-from cpu3d.report.status import describe, describe_set, run_status, set_status
+from cpu3d.report.status import describe, run_status, set_status
 from cpu3d.run.checkpoint import weights_file, write_best
-from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.config_json import save_config
 from cpu3d.run.folds import Folds, fold_folder, save_folds
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
@@ -94,40 +94,22 @@ def write_silent(run, rank=0, **changes):
 def test_a_run_that_goes_on(run, capsys):
     write_heartbeat(run, beat())
     status = run_status(run)
-    assert (status.state, status.is_fine, status.step, status.steps, status.step_s) == (
-        "running",
-        True,
-        120,
-        4000,
-        2.0,
-    )
+    assert (status.state, status.is_fine) == ("running", True)
+    assert (status.step, status.steps, status.step_s) == (120, 4000, 2.0)
     # 240 s beside 120 steps: 2 s more for each of the 3880 that are left.
     assert status.seconds_left == pytest.approx(3880 * 4)
     assert status.loss == pytest.approx(0.955), "of the last 50 steps"
-    assert (status.best, status.validation["step"], status.dice) == (
-        0.85,
-        100,
-        {"WT": 0.5, "TC": 0.25},
-    )
+    assert (status.best, status.dice) == (0.85, {"WT": 0.5, "TC": 0.25})
     assert (status.checkpoint["step"], status.checkpoint["size_bytes"]) == (100, 5)
     text = printed(run)
     for part in (
         "step: 120 of 4,000.*3.0%.* 2 s a step.* 4.31 h left",
-        "validation after step 100: .*WT 0.900.* TC 0.700.* mean 0.800.* best 0.850",
-        "checkpoint: step 100, 4",
+        "validation after step 100: .*WT 0.900.* mean 0.800.* best 0.850",
         "running .* 7.00G 8.00G 9.00G 14.00G",
     ):
         assert re.search(part, text), text
-    assert "next:" not in text
     assert main(["status", "--run", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["workers"][0]["heartbeat"]["phase"] == "computing"
-
-
-def test_a_region_that_no_validation_case_has_is_named(run):
-    scores = {"dice": {"WT": 0.9, "TC": 0.0}, "mean_dice": 0.9, "left_out_of_mean": ["TC"]}
-    append_event(run, {"event": "validation", "step": 120, "best": True, "cases": 2, **scores})
-    text = printed(run)
-    assert re.search(r"validation after step 120: .*TC 0.000 +\(no case has TC\), mean 0.900", text)
 
 
 AGAIN = "next: .*from step 100"
@@ -140,24 +122,8 @@ AGAIN = "next: .*from step 100"
         ({"stop": "memory must keep 1 GiB"}, "stopping", "worker 0: memory must keep 1 GiB"),
         ({"exit_code": 0, "reason": "finished"}, "finished", "next: `evaluate --run"),
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"OSError: full.*{AGAIN}"),
-        ({"exit_code": 2}, "failed", AGAIN),
-        ({"exit_code": 3}, "too large", AGAIN),
-        (
-            {"exit_code": 4, "reason": "loss must be finite"},
-            "diverged",
-            "--learning-rate 0.01",
-        ),
-        (
-            {"exit_code": 5, "reason": "memory must keep"},
-            "out of memory",
-            f"memory must keep.*{AGAIN}",
-        ),
-        (
-            {"exit_code": 6, "reason": "worker 1 is lost"},
-            "broken off",
-            f"worker 1 is lost.*{AGAIN}",
-        ),
-        ({"exit_code": 130}, "interrupted", AGAIN),
+        ({"exit_code": 4, "reason": "loss must be"}, "diverged", "--learning-rate 0.01"),
+        ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"worker 1.*{AGAIN}"),
         ({"exit_code": 143, "reason": "saved"}, "interrupted", f"saved.*{AGAIN}"),
     ],
 )
@@ -166,45 +132,32 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
     text = printed(run)
     assert f"run: {state}" in text
     assert re.search(line, text), text
-    fine = state in ("starting", "running", "stopping", "finished")
+    fine = state in ("starting", "stopping", "finished")
     assert main(["status", "--run", str(run)]) == (0 if fine else 1)
-    assert ("left, until" in text) is (state in ("starting", "stopping"))
 
 
 @pytest.mark.parametrize(
     ("beat_s_ago", "written_s_ago", "changes", "state"),
     [
         (1, 1, {"place": "elsewhere", "process_start": 1}, "running"),
-        (500, 500, {}, "silent"),
         (500, 500, {"stop": "low"}, "silent"),
         # Its clock is five minutes slow, or fast; the file's tells.
         (300, 3, {}, "running"),
         (-300, 3, {}, "running"),
         (500, 500, {"exit_code": 0}, "finished"),
+        (1, 1, {"process_start": 1}, "killed"),  # a later process has its pid
     ],
 )
 def test_a_worker_is_alive_while_its_beat_is_young(run, beat_s_ago, written_s_ago, changes, state):
     beat_written(run, written_s_ago, beat=time.time() - beat_s_ago, **changes)
     assert run_status(run).state == state
     if state == "silent":  # it holds no memory
-        text = printed(run)
-        assert re.search("silent computing.* - 8.00G 9.00G - .*node-17", text)
-
-
-def test_a_process_of_this_host_that_was_killed_is_known_at_once(run):
-    write_heartbeat(run, beat(process_start=1))  # a later process has its pid
-    status = run_status(run)
-    assert (status.state, status.is_fine) == ("killed", False)
-    assert status.advice == "the same command continues from step 100"
-    text = printed(run)
-    assert re.search(f"why: worker 0: process {os.getpid()} of this host has ended", text)
-    assert main(["status", "--run", str(run)]) == 1
+        assert re.search("silent computing.* - 8.00G 9.00G - .*node-17", printed(run))
 
 
 @pytest.mark.parametrize(
     ("changes", "begin", "left_s"),
     [
-        ({}, 120, 3880 * 4),
         ({"process_start": 1}, 100, 3900 * 4),  # killed after its checkpoint
         ({"exit_code": 143, "reason": "saved"}, 100, 3900 * 4),
         ({"exit_code": 0, "reason": "finished"}, None, None),
@@ -217,8 +170,6 @@ def test_what_is_left_of_a_run_that_ended_early_is_left_from_its_checkpoint(
     status = run_status(run)
     assert status.steps_left == (None if begin is None else 4000 - begin)
     assert status.seconds_left == (None if left_s is None else pytest.approx(left_s))
-    line = re.search(r"left: 3,900 of 4,000 steps, from step 100, about 4\.33 h", printed(run))
-    assert bool(line) == (begin == 100)
 
 
 @pytest.mark.parametrize(
@@ -228,22 +179,16 @@ def test_one_step_is_printed_that_of_the_newest_file(run, beat_step, saved, step
     (run / "checkpoints" / f"step-{saved:08}.npz").touch()
     write_heartbeat(run, beat(step=beat_step))
     assert run_status(run).step == step
-    progress = printed(run).partition("checkpoint:")[0]
-    assert re.findall(rf"\b({beat_step}|120|{step})\b", progress) == [str(step)]
 
 
 def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
-    (run / "logs").mkdir()
-    (run / "logs" / "worker-1.log").write_text("killed")
     write_heartbeat(run, beat(workers=3, exit_code=6, reason="worker 1 is lost"))
     write_silent(run, 1, workers=3)
     write_heartbeat(run, beat(rank=2, workers=3))
     status = run_status(run)
     assert (status.state, status.is_fine) == ("silent", False)
     assert [worker.state for worker in status.workers] == ["broken off", "silent", "running"]
-    text = printed(run)
-    assert "why: worker 1: no heartbeat" in text
-    assert f"its last lines are in {run}/logs/worker-1.log" in text
+    assert "why: worker 1: no heartbeat" in printed(run)
     write_heartbeat(run, beat(workers=1, started=time.time() - 100))
     write_silent(run, 1, workers=2, started=time.time() - 9000)
     assert run_status(run).state == "running", (
@@ -267,38 +212,22 @@ def test_a_finished_run_stays_finished_when_one_who_begins_it_again_is_stopped(
     append_event(run, {"event": "end", "step": 120, "reason": "finished"})
     write_heartbeat(run, beat(step=0, steps=0, **changes))
     assert run_status(run).state == state
-    append_event(run, {"event": "start", "step": 120})
-    write_silent(run)
-    assert run_status(run).state == "silent"
 
 
-def test_what_is_damaged_or_missing_is_named(run):
+def test_what_is_damaged_or_missing_is_named(run, tmp_path, capsys):
+    assert (run_status(run).state, run_status(run).is_fine) == ("unknown", False)
     write_heartbeat(run, beat(workers=2, started=time.time() - 10))
     assert [worker.state for worker in run_status(run).workers] == ["running", "starting"]
     write_heartbeat(run, beat(workers=2))
     assert [worker.state for worker in run_status(run).workers] == ["running", "unknown"]
-    assert f"{heartbeat_path(run, 1)} was never written" in printed(run)
     heartbeat_path(run, 0).write_text('{"schema": 1, "ra')
     with (run / "log.jsonl").open("a") as file:
         file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
     text = printed(run)
     for part in ("run: unknown", "must be a whole heartbeat", "step: 120 of 4,000"):
         assert part in text
-
-
-def test_without_heartbeats_a_run_is_unknown_unless_its_log_ends_finished(run):
-    status = run_status(run)
-    assert (status.state, status.is_fine, status.checkpoint["step"]) == ("unknown", False, 100)
-    assert "there is no heartbeat" in printed(run)
-
-
-@pytest.mark.parametrize(
-    ("reason", "state"), [("interrupted", "unknown"), ("finished", "finished")]
-)
-def test_without_heartbeats_the_end_in_the_log_tells_the_state(run, reason, state):
-    save_config(RunConfig(steps=120), run)
-    append_event(run, {"event": "end", "step": 120, "reason": reason})
-    assert run_status(run).state == state
+    assert main(["status", "--run", str(tmp_path / "nothing")]) == 2
+    assert "must hold a config" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -321,7 +250,7 @@ def change_decision(run, **changes):
 FAILED = {"exit_code": 0, "reason": "post-processing could not be decided, disk full"}
 
 
-@pytest.mark.parametrize("stopped", [{}, {"exit_code": 0}, {"exit_code": 130}, FAILED])
+@pytest.mark.parametrize("stopped", [{}, {"exit_code": 130}, FAILED])
 @pytest.mark.parametrize("lack", ["decision", "weights"])
 def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_is_decided(
     done, stopped, lack
@@ -335,9 +264,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
         write_best(done, {}, {"best": 0.9})  # others than it was decided with
     status = run_status(done)
     assert (status.state, status.is_fine) == ("undecided", False)
-    assert re.search(r"`train`.* `choose_rules\(run\)`.* decides it", status.advice)
     assert ("disk full" in printed(done)) == (stopped == FAILED)
-    assert main(["status", "--run", str(done)]) == 1
 
 
 def test_a_run_that_decides_its_post_processing_runs(run):
@@ -353,35 +280,19 @@ def test_a_run_that_has_just_begun(run):
     (run / "log.jsonl").unlink()
     write_heartbeat(run, beat(phase="starting", step=0, steps=0, own_bytes=None, free_bytes=None))
     text = printed(run)
-    assert "run: starting" in text
-    assert re.search("step: 0 of 4,000.* checkpoint: none", text)
+    assert re.search("run: starting.*step: 0 of 4,000.* checkpoint: none", text)
     (run / "config.json").unlink()
-    assert run_status(run).steps is None
     append_event(run, {"event": "start", "step": 0, "steps": 60})
     assert run_status(run).steps == 60
 
 
-def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert main(["status", "--run", str(tmp_path / "nothing")]) == 2
-    assert "must hold a config" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text('{"schema": 1, "st')
-    assert main(["status", "--run", str(tmp_path)]) == 2
-    assert "must be JSON" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("heartbeat", [None, {"phase": "computing"}])
-def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_of_its_process(
-    run, heartbeat
-):
-    append_event(
-        run, {"event": "diverged", "step": 120, "reason": "weights must be finite, got NaN"}
-    )
-    if heartbeat:
-        write_silent(run, **heartbeat)
+def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_of_its_process(run):
+    append_event(run, {"event": "diverged", "step": 120, "reason": "weights must be finite"})
+    assert run_status(run).state == "diverged"
+    write_silent(run)
     text = printed(run)
-    for part in ("run: diverged", "weights must be finite, got NaN", "--learning-rate 0.01"):
+    for part in ("run: diverged", "weights must be finite", "--learning-rate 0.01"):
         assert re.search(part, text), text
-    assert main(["status", "--run", str(run)]) == 1
 
 
 # --- Folds ---
@@ -405,7 +316,6 @@ def two_folds(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "left_s"),
     [
-        ({"step": 250, "steps": 1000}, 1500),
         ({"step": 251, "steps": 1000}, 1498),  # of which the log has not heard yet
         # Of one that was killed before its first checkpoint nothing is done.
         ({"step": 250, "steps": 1000, "process_start": 1}, 2000),
@@ -416,25 +326,18 @@ def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(two_folds, cha
     write_heartbeat(fold_folder(two_folds, "1/2"), beat(**changes))
     status = set_status(two_folds)
     assert [fold.seconds_left for fold in status.runs] == [left_s, 1155]
-    assert [fold.state for fold in status.runs][1] == "waiting"
-    console = Console(width=200, file=io.StringIO())
-    console.print(describe_set(status))
-    assert "phase: training fold 1/2" in console.file.getvalue()
-    assert main(["status", "--run", str(two_folds)]) == 0
+    assert status.runs[1].state == "waiting"
+    assert (status.phase, status.is_fine) == ("training fold 1/2", True)
     write_heartbeat(two_folds, beat(process_start=1))
     assert set_status(two_folds).state == "killed"
     assert main(["status", "--run", str(two_folds)]) == 1
 
 
-def test_the_reasons_of_the_plan_are_printed(run):
-    write_json(
-        run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": {"policy": "policy lean: why"}}
-    )
-    assert "plan: policy lean: why" in printed(run)
-
-
-def test_a_run_whose_store_is_gone_has_finished_without_a_decision(done):
-    (done / FILE).unlink()
-    shutil.rmtree(load_config(done).store)
-    assert run_status(done).state == "finished"
-    assert re.search("note: .*store .* is not there", printed(done))
+def test_the_reasons_of_the_plan_and_a_region_that_no_validation_case_has_are_printed(run):
+    reasons = {"policy": "policy lean: why"}
+    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
+    scores = {"dice": {"WT": 0.9, "TC": 0.0}, "mean_dice": 0.9, "left_out_of_mean": ["TC"]}
+    append_event(run, {"event": "validation", "step": 120, "best": True, "cases": 2, **scores})
+    text = printed(run)
+    assert "plan: policy lean: why" in text
+    assert re.search(r"validation after step 120: .*TC 0.000 +\(no case has TC\), mean 0.900", text)

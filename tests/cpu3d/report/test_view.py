@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,7 @@ from cpu3d.__main__ import main
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import from_ras, write_volume
 from cpu3d.data.phantoms.ct import ct_case
-from cpu3d.pages import viewer as viewer_module
-from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import in_steps, pack
-from cpu3d.report.view import read_case
 from tests.cpu3d.runs import shown_cases
 
 SHAPE = (14, 18, 10)
@@ -103,7 +99,7 @@ def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_pa
 
 @pytest.mark.parametrize(
     ("added", "name", "is_in_hu"),
-    [(0, "ct", True), (0, "scan", True), (1024, "ct", False)],
+    [(0, "scan", True), (1024, "ct", False)],
 )
 def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, added, name, is_in_hu):
     volume, _ = ct_case((40, 36, 30), seed=0, index=0)
@@ -116,7 +112,6 @@ def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, added, name, is_
     assert ("windows" in modality, modality["unit"] == "HU") == (is_in_hu, is_in_hu)
     assert (shown["shape"] != [40, 36, 30]) == is_in_hu  # without air around the body and the table
     if is_in_hu:
-        assert modality["windows"]["brain"] == [0, 80]
         values = np.array(modality["values"])
         assert (len(values), values[0], values[-1]) == (modality["levels"], -1024, 3071)
         soft = (values > -100) & (values < 300)
@@ -125,32 +120,25 @@ def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, added, name, is_
     assert pixels.tolist() == [1, 2, 3]
 
 
-def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(
-    case, tmp_path, capsys
-):
+def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(case, tmp_path):
     out = tmp_path / "new" / "page.html"
     assert view("--image", case, "--prediction", case.parent / "ours.nii.gz", "--out", out) == 0
-    assert str(out) in capsys.readouterr().out
     text = out.read_text()
     assert str(case.parent) not in text
     assert CASE_ID not in text, "a name from outside is escaped"
     assert not re.search(r"https?://", text)
     (shown,) = shown_cases(out)
-    names = {
-        key: [part["name"] for part in shown[key]]
-        for key in ("modalities", "regions", "predictions")
-    }
-    assert names == {
-        "modalities": ["FLAIR", "T1gd"],
-        "regions": ["WT", "TC", "ET"],
-        "predictions": ["ours"],
-    }
+    for key, names in (
+        ("modalities", ["FLAIR", "T1gd"]),
+        ("regions", ["WT", "TC", "ET"]),
+        ("predictions", ["ours"]),
+    ):
+        assert [part["name"] for part in shown[key]] == names
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
 
 
-@pytest.fixture
-def sparse_page(tmp_path):
-    """The page of a case of which every second slice is annotated."""
+def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(tmp_path):
+    """Every second slice is annotated; the others do not make the page's box larger."""
     image, truth, _ = made_case()
     truth[truth == 3] = 2
     truth[..., ::2] = 200
@@ -163,128 +151,73 @@ def sparse_page(tmp_path):
     (tmp_path / "data/dataset.json").write_text(json.dumps(about))
     words = ("--image", images / "a.nii.gz", "--label", tmp_path / "truth.nii.gz")
     assert view(*words, "--out", tmp_path / "page.html") == 0
-    return tmp_path / "page.html"
+    (shown,) = shown_cases(tmp_path / "page.html")
+    assert (shown["ignore"], shown["labels"]["200"]) == (200, "void")
+    assert [region["name"] for region in shown["regions"]] == ["organ"]
+    assert shown["shape"] == [11, 14, 8]
 
 
 def test_a_code_to_be_ignored_may_be_named_and_is_counted(case, tmp_path, capsys):
     out = tmp_path / "page.html"
-    words = ("--image", case, "--prediction", case.parent / "ours.nii.gz", "--out", out)
-    assert view(*words, "--ignore", 2) == 0
+    assert view("--image", case, "--out", out, "--ignore", 2) == 0
     (shown,) = shown_cases(out)
     assert shown["ignore"] == 2
     assert all(2 not in region["codes"] for region in shown["regions"])
     share = np.mean(made_case()[1] == 2)
     assert f"{share:.1%} of the voxels, code 2" in capsys.readouterr().out
     assert shown["ignored_share"] == pytest.approx(share)
-    assert view("--image", case, "--ignore", 9, "--out", out) == 0
-    assert re.search(r"no voxel .* code 9\b.* 0, 2 and 3\b", capsys.readouterr().err)
-    (shown,) = shown_cases(out)
-    assert (shown["ignore"], shown["ignored_share"]) == (9, 0)
-
-
-def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(sparse_page):
-    """They do not make the page's box larger."""
-    (shown,) = shown_cases(sparse_page)
-    assert (shown["ignore"], shown["labels"]["200"]) == (200, "void")
-    assert [region["name"] for region in shown["regions"]] == ["organ"]
-    assert shown["shape"] == [11, 14, 8]
-
-
-def test_channels_are_named_by_the_list_of_their_data_set(case, tmp_path):
-    names = {"0": "T2w", "1": "t1ce", "2": "FLAIR"}
-    content = {"channel_names": names, "labels": {"background": 0, "core": 1}}
-    data, out = tmp_path / "data", tmp_path / "page.html"
-    (data / "imagesTs").mkdir(parents=True)
-    (data / "dataset.json").write_text(json.dumps(content))
-    scan = case / f"{CASE_ID}-t1c.nii.gz"
-    files = [data / f"imagesTs/p_{number:04d}.NII.GZ" for number in (1, 0, 2)]
-    for file in files:
-        shutil.copy(scan, file)
-    assert view("--image", *files, "--out", out) == 0
-    (shown,) = shown_cases(out)
-    assert shown["name"] == "p"
-    assert [modality["name"] for modality in shown["modalities"]] == ["FLAIR", "t1ce", "T2w"]
 
 
 def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_by_their_numbers(
     case, tmp_path
 ):
     label, out = case / f"{CASE_ID}-seg.nii.gz", tmp_path / "page.html"
-    paths = [tmp_path / where / "same.nii.gz" for where in ("first", "first/below", "second/below")]
+    paths = [tmp_path / where / "same.nii.gz" for where in ("first", "second")]
     for path in paths:
         path.parent.mkdir(parents=True)
         shutil.copy(label, path)
     scan = shutil.copy(case / f"{CASE_ID}-t1c.nii.gz", tmp_path / "scan.nii.gz")
-    assert view("--image", scan, "--out", out) == 0
-    assert (shown_cases(out)[0]["truth"], shown_cases(out)[0]["predictions"]) == (None, [])
-    for chosen, names in ((paths[1:], ["same (1)", "same (2)"]), (paths[:2], ["first", "below"])):
-        assert (
-            view("--image", scan, "--label", paths[0], "--prediction", *chosen, "--out", out) == 0
-        )
-        assert [label["name"] for label in shown_cases(out)[0]["predictions"]] == names
-    assert [region["name"] for region in shown_cases(out)[0]["regions"]] == ["label 2", "label 3"]
+    assert view("--image", scan, "--prediction", *paths, "--out", out) == 0
+    (shown,) = shown_cases(out)
+    assert shown["truth"] is None
+    assert [label["name"] for label in shown["predictions"]] == ["first", "second"]
+    assert [region["name"] for region in shown["regions"]] == ["label 2", "label 3"]
 
 
 def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     def written(name, array, geometry=GEOMETRY):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         write_volume(tmp_path / name, array, geometry)
         return tmp_path / name
 
-    page, ones = tmp_path / "page.html", np.ones(SHAPE, np.float32)
+    page = tmp_path / "page.html"
     page.write_text("before")
-    other = written(
-        "other.nii.gz",
-        np.zeros((4, 4, 4), np.uint8),
-        Geometry((4, 4, 4), GEOMETRY.affine, "LPS", 1, 1),
-    )
-    series, halves = (
-        written("series.nii.gz", np.ones((*SHAPE, 40), np.uint8)),
-        written("halves.nii.gz", ones / 2),
-    )
-    hole = written("hole.nii.gz", np.where(np.indices(SHAPE).sum(0) == 5, np.nan, ones))
-    truth = written("truth/case-seg.nii.gz", np.zeros(SHAPE, np.uint8))
-    (tmp_path / "text.nii.gz").write_text("no volume")
-    (tmp_path / "none").mkdir()
+    small = dataclasses.replace(GEOMETRY, shape=(4, 4, 4))
+    other = written("other.nii.gz", np.zeros((4, 4, 4), np.uint8), small)
+    series = written("series.nii.gz", np.ones((*SHAPE, 40), np.uint8))
+    halves = written("halves.nii.gz", np.full(SHAPE, 0.5, np.float32))
     for words, problem in (
         (("--image", tmp_path / "gone"), "must exist"),
-        (("--image", tmp_path / "none"), "found none"),
-        (("--image", truth.parent), "a segmentation alone"),
-        (("--image", tmp_path / "text.nii.gz"), "must be a NIfTI file"),
         (("--image", series), "at most 16 channels, got 40"),
         (("--image", case, "--label", other), "must have the grid of"),
-        (("--image", case, "--prediction", series), "must be 3D"),
         (("--image", case, "--label", halves), "0..255, got 0.5"),
-        (("--image", case, "--label", hole), "0..255, got nan"),
-        (("--image", case, "--prediction", other, other), "must name different files"),
-        (("--image", case, "--out", tmp_path), "must be a file, found a folder"),
-        (("--image", halves, "--out", halves), "must end in .html"),
         (("--image", halves, "--ignore", 2), "--ignore must come with a label, got 2"),
+        (("--image", case, "--prediction", other, other), "must name different files"),
+        (("--image", halves, "--out", halves), "must end in .html"),
     ):
         assert view(*words, *(() if "--out" in words else ("--out", page))) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert problem in line
     assert page.read_text() == "before"
-    assert not list(tmp_path.glob(".*partial"))
 
 
-@pytest.mark.parametrize(
-    ("value", "code", "notes"),
-    [
-        (1, 1, ()),
-        (0, 1, ("all voxels are 0 or not finite",)),
-        (np.nan, 0, ("all voxels are 0 or not finite", "sform and qform codes are 0")),
-    ],
-)
+@pytest.mark.parametrize(("value", "code", "notes"), [(1, 1, 0), (0, 1, 1), (np.nan, 0, 2)])
 def test_an_empty_image_and_one_of_unknown_orientation_are_named(
     tmp_path, capsys, value, code, notes
 ):
     geometry = dataclasses.replace(GEOMETRY, sform_code=code, qform_code=code)
     write_volume(tmp_path / "a.nii.gz", np.full(SHAPE, value, np.float32), geometry)
     assert view("--image", tmp_path / "a.nii.gz", "--out", tmp_path / "page.html") == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(notes)
-    assert all(note in line for note, line in zip(notes, lines))
+    assert len(capsys.readouterr().err.splitlines()) == notes
     assert shown_cases(tmp_path / "page.html")[0]["placed"] is bool(code)
 
 
@@ -414,24 +347,14 @@ def grey(page, channel):
 
 def test_the_pixels_under_the_crosshair_are_the_volumes_in_each_plane_and_modality(page):
     page.press("o")  # overlays off
-    for keys, channel in (
-        ("", 0),
-        ("\ue012\ue012\ue015", 0),
-        ("\ue00e", 0),
-        ("m", 1),
-        ("\ue00f\ue014\ue013\ue013", 1),
-    ):
-        page.press(keys) if keys else None
+    for keys, channel in (("\ue012\ue012\ue015", 0), ("\ue00e", 0), ("m", 1)):
+        page.press(keys)
         for pixel in page.pixels():
             assert np.ptp(pixel) == 0
-            assert pixel[0] == pytest.approx(
-                grey(page, channel), abs=2
-            )  # half a step of 254 and rounding
-        value = made_case()[0][..., channel][voxel_of(page.at())]
-        shown = float(
-            re.search(r"(?:FLAIR|T1gd) [\u2248\u2264\u2265] (\S+)", page.facts()).group(1)
-        )
-        assert shown == pytest.approx(value, abs=0.02 * 2550)
+            # half a step of 254 and rounding
+            assert pixel[0] == pytest.approx(grey(page, channel), abs=2)
+    size = page.find("sagittal").size
+    assert size["width"] / size["height"] == pytest.approx(14 / (8 * 3), rel=0.05), "mm, not voxels"
 
 
 def test_a_click_puts_the_crosshair_there_in_all_planes_and_says_voxel_mm_and_label(page):
@@ -480,37 +403,3 @@ def test_overlays_and_regions_toggle_and_predictions_switch(page):
                 key
             )
     assert "missed" in page.find("legend").text
-
-
-def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
-    first = read_case([case], None, [case.parent / "ours.nii.gz"])
-    geometry = dataclasses.replace(GEOMETRY, shape=(14, 12, 10))
-    write_volume(tmp_path / "thick.nii.gz", made_case()[0][:, :12, :, 0], geometry)
-    second = dataclasses.replace(read_case([tmp_path / "thick.nii.gz"], None, []), note="worst")
-    shown = viewer_module.viewer(
-        [dataclasses.replace(first, note="best", scores="Dice WT 0.9"), second]
-    )
-    template = Path(viewer_module.__file__).with_name("view.html.j2")
-    (tmp_path / "page.html").write_text(
-        render_page(template, title="two", made_by="view", viewer=shown)
-    )
-    page = Page(driver, tmp_path / "page.html")
-    listed = page.find("list").find_elements("tag name", "button")
-    assert [button.text.split("\n")[1:] for button in listed] == [
-        [CASE_ID, "Dice WT 0.9"],
-        ["thick"],
-    ]
-    modality = page.find("modality")
-    for press in (listed[1].click, lambda: page.press("c"), lambda: page.press("c")):
-        press()
-        page.settle()
-        is_thick = listed[1].get_attribute("aria-pressed") == "true"
-        assert is_thick == ("truth" not in page.facts())
-        assert page.find("opacity").is_displayed() is not is_thick
-        assert modality.is_displayed() is not is_thick
-        size = page.find("sagittal").size
-        wide, high = (9, 8 * 3) if is_thick else (14, 8 * 3)
-        assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), (
-            "mm, not voxels"
-        )
-    assert page.errors() == []
