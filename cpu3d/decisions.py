@@ -92,9 +92,6 @@ def decide(
     check_device(settings, workers)
     config = RunConfig(**vars(facts), **vars(settings))
     config = _with_grid(config, store, chosen.get("patch"), card)
-    if chosen.get("patch") and tuple(chosen["patch"]) != config.grid:
-        asked = by(chosen["patch"], " x ")
-        reasons["patch"] = f"patch {by(config.grid, ' x ')}: {asked}, cut to the volumes"
     for line in why_no_card(wanted_device, config.mode, gpus):
         reasons["device"] = line
     transfer = None
@@ -175,7 +172,7 @@ def _with_grid(
     if config.is_patch:
         volume = grid
         if wanted is not None:
-            grid = _within_padding(tuple(wanted), volume, config.unet.depth)
+            grid = shape3(wanted)
         elif card is not None:
             grid = largest_patch(card, job_of(config, volume, threads=1, cases=0))
         else:
@@ -201,16 +198,6 @@ def _with_grid(
         patches_per_case=patches_per_case,
         curriculum="off" if coarse_shape == NO_GRID else "half",
     )
-
-
-def _within_padding(patch: Tuple[int, ...], extent: Shape3, depth: int) -> Tuple[int, ...]:
-    """The patch without what lies outside the volume but within the padding that halving every axis
-    would need: it fits the volumes of a network that has no strides of its own."""
-    factor = 2 ** (depth - 1)
-    padded = [-(-side // factor) * factor for side in extent]
-    if len(patch) != 3 or any(n > most for n, most in zip(patch, padded)):
-        return patch  # which is refused
-    return tuple(map(min, patch, extent))
 
 
 def volume_shape(store: Store, config: RunConfig) -> Shape3:

@@ -419,12 +419,9 @@ def _continued(
     if not config.has_open_length and steps < done:
         rule = f"steps must be at least {done}, which the run has"
         raise InputError(f"{rule}, got {steps}; --steps {done} ends it there")
-    reasons = {"policy": f"policy {config.unet.policy}: as the run was begun"}
-    if "policy" in chosen:
-        del reasons["policy"]
     old_steps = dataclasses.replace(plan, config=saved).steps
     if steps == old_steps:
-        return dataclasses.replace(plan, reasons=reasons)
+        return plan
     config = _with_validations(config, plan, in_all)
     if steps < old_steps:
         config = config.shortened(done, steps)
@@ -432,10 +429,7 @@ def _continued(
             rule = f"steps must be above the {done} that the run has done at half resolution"
             todo = "raise it, so that its last steps are at full resolution"
             raise InputError(f"{rule}, got {steps}; {todo}")
-    elif saved.coarse_steps:
-        kept = f"coarse steps: {saved.coarse_steps}, as the run was begun"
-        reasons["coarse steps"] = f"{kept}, and what is added in full"
-    return dataclasses.replace(plan, config=config, reasons=reasons)
+    return dataclasses.replace(plan, config=config)
 
 
 def _with_length(config: RunConfig, saved: RunConfig, chosen: Chosen) -> RunConfig:

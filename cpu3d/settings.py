@@ -484,13 +484,10 @@ def located(chosen: Chosen) -> Dict[str, Any]:
 
 
 def as_options(chosen: Chosen) -> List[str]:
-    """The command line of these settings, the recipe first."""
-    recipe = {name: value for name, value in chosen.items() if name == "recipe"}
-    others = {name: value for name, value in chosen.items() if name != "recipe"}
+    """The command line of these settings."""
     words = []
-    for some in (recipe, others):
-        for cls in SETTINGS:
-            words += to_command_line(cls, some)
+    for cls in SETTINGS:
+        words += to_command_line(cls, chosen)
     return words
 
 

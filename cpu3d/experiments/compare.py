@@ -107,7 +107,7 @@ OPTIONS = (Options, SETTINGS)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedComparison:
     """The content of compare.json."""
 
     asked: Json  # a later call must ask for the same
@@ -124,8 +124,8 @@ def run(options: Options, settings: Json) -> int:
         say(f"warning: {warning(options.split)}")
     store = open_store(options.store)
     store.check(record for split in store.manifest.split for record in store.cases(split))
-    kept, budget = _kept(options, settings, store)
-    new_console().print(_plan_table(kept.plan, options, budget))
+    saved, budget = _saved_comparison(options, settings, store)
+    new_console().print(_plan_table(saved.plan, options, budget))
     if options.dry_run:
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
@@ -133,27 +133,27 @@ def run(options: Options, settings: Json) -> int:
         runs: Dict[str, List[PlannedRun]] = {}  # of what answers, by its name
         # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
         for seed in options.seeds:
-            for planned in kept.plan:
-                runs[f"{planned.name}-seed{seed}"] = _planned_runs(planned, seed, out, options)
+            for variant in saved.plan:
+                runs[f"{variant.name}-seed{seed}"] = _planned_runs(variant, seed, out, options)
         folder = store.folder.resolve()
         every_run = [run for each in runs.values() for run in each]
         places = {run.name: str(run.folder.relative_to(out)) for run in every_run}
-        kept = dataclasses.replace(kept, store=str(folder), runs=places)
-        write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(kept)})
+        saved = dataclasses.replace(saved, store=str(folder), runs=places)
+        write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(saved)})
         if options.folds:
-            _save_folds(runs, folder, kept.plan, options)
+            _save_folds(runs, folder, saved.plan, options)
         failed = carry_out(every_run, folder, out)
         left_out = {run.name: failed[run.name].why for run in every_run if run.name in failed}
         answers = []
-        for planned in kept.plan:
+        for variant in saved.plan:
             for seed in options.seeds:
-                name = f"{planned.name}-seed{seed}"
+                name = f"{variant.name}-seed{seed}"
                 if any(run.name in failed for run in runs[name]):
                     continue
                 if options.folds:
                     publish_folds(out / "runs" / name)
-                answers.append(read_answer(planned.name, seed, out / "runs" / name, kept.split))
-        _publish(answers, kept.plan[0].name, left_out, store, options, budget, kept.plan)
+                answers.append(read_answer(variant.name, seed, out / "runs" / name, saved.split))
+        _publish(answers, saved.plan[0].name, left_out, store, options, budget, saved.plan)
     return 1 if failed else 0
 
 
@@ -176,7 +176,9 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
         yield f"--epochs and --minutes must be one budget, {got}; leave one out"
 
 
-def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
+def _saved_comparison(
+    options: Options, settings: Json, store: Store
+) -> Tuple[SavedComparison, str]:
     """The comparison as it is begun, or was begun in the folder --out, and its budget in words.
 
     Raises InputError for settings that compare itself decides, for a compare.json that is damaged,
@@ -202,41 +204,43 @@ def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
         "validations": validations,
         "budget": dataclasses.asdict(budget),
     }
-    asked = json.loads(json.dumps(asked))  # as it is kept, without tuples
+    asked = json.loads(json.dumps(asked))  # as it is saved, without tuples
     path = options.out / COMPARISON
     if path.is_file():
         todo = "choose another --out"
-        kept = read_record(path, SCHEMA, lambda content: typed(content, Kept), todo, InputError)
-        differing = [name for name in asked if kept.asked.get(name) != asked[name]]
-        if [planned.name for planned in kept.plan] != list(variants):
+        saved = read_record(
+            path, SCHEMA, lambda content: typed(content, SavedComparison), todo, InputError
+        )
+        differing = [name for name in asked if saved.asked.get(name) != asked[name]]
+        if [variant.name for variant in saved.plan] != list(variants):
             differing.append("plan")
         if differing:
             rule = f"--out {options.out} must be a comparison that was begun with these options"
             raise InputError(f"{rule}, got another {listed(differing)}; choose another --out")
-        return kept, budget.words(baseline)
+        return saved, budget.words(baseline)
     if options.out.is_dir() and not is_untouched(options.out, COMPARISON):
         got = f"{min(path.name for path in options.out.iterdir())} in it"
         rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
         raise InputError(f"{rule}, got {got}; choose another")
     plan = planned_variants(variants, store, folds, budget, validations, force=options.force)
     split = SPLIT if options.folds else options.split
-    return Kept(asked, plan, "", split, {}), budget.words(baseline)
+    return SavedComparison(asked, plan, "", split, {}), budget.words(baseline)
 
 
-def _planned_runs(planned: VariantPlan, seed: int, out: Path, options: Options) -> List[PlannedRun]:
+def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) -> List[PlannedRun]:
     """The run of a variant and a seed, or its folds."""
-    words = [*as_options(planned.settings), "--seed", str(seed)]
+    words = [*as_options(variant.settings), "--seed", str(seed)]
     if options.force:
         words.append("--force")
-    folder = out / "runs" / f"{planned.name}-seed{seed}"
-    name = f"{planned.name}, seed {seed}"
+    folder = out / "runs" / f"{variant.name}-seed{seed}"
+    name = f"{variant.name}, seed {seed}"
     runs = []
     for fold in options.names_of_folds:
         run = PlannedRun(
             name=name,
             folder=folder,
             options=tuple(words),
-            steps=planned.steps or 0,
+            steps=variant.steps or 0,
             split=options.split,
             tolerance_mm=options.tolerance,
         )
@@ -256,7 +260,7 @@ def _save_folds(
     runs: Dict[str, List[PlannedRun]], store: Path, plan: List[VariantPlan], options: Options
 ) -> None:
     """Make each variant and seed a folder of folds, which `predict` and `status` take together."""
-    settings = {planned.name: planned.settings for planned in plan}
+    settings = {variant.name: variant.settings for variant in plan}
     for name, folds in runs.items():
         variant, _, seed = name.rpartition("-seed")
         chosen = {**settings[variant], "seed": int(seed)}
@@ -286,7 +290,7 @@ def _publish(
             "split": SPLIT if options.folds else options.split,
             "tolerance_mm": options.tolerance,
         },
-        "options": {planned.name: shlex.join(as_options(planned.settings)) for planned in plan},
+        "options": {variant.name: shlex.join(as_options(variant.settings)) for variant in plan},
     }
     comparison = Comparison.of(answers, baseline, failed)
     publish(comparison, about, store, options.out.resolve(), options.record)
@@ -294,7 +298,7 @@ def _publish(
 
 def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table:
     """The planned runs, a row a variant."""
-    seconds = [planned.run_s for planned in plan]
+    seconds = [variant.run_s for variant in plan]
     total = "unknown"
     if None not in seconds:
         runs = len(options.seeds) * len(options.names_of_folds)
@@ -304,7 +308,7 @@ def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table
         each += f" x {options.folds} folds"
     return Table(
         COLUMNS,
-        [tuple(planned.row) for planned in plan],
+        [tuple(variant.row) for variant in plan],
         title=f"{each}, each for {budget}",
         caption=f"predicted: {total} of steps, without validation and scoring",
     )

@@ -26,7 +26,6 @@ from cpu3d.inference.postprocessing.run_rules import choose_rules_of_folds
 from cpu3d.plan import Plan, make_plan
 from cpu3d.plan_text import check_run, learnable, plan_lines
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
-from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config
 from cpu3d.run.folds import (
     COMPARISON,
@@ -55,7 +54,7 @@ from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import check_given
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.common.units import format_seconds
 from memory_estimator.host import Host, read_host
 
 
@@ -201,14 +200,15 @@ class PlannedFold:
         return self.is_trained and self.planned_run().is_scored
 
     @property
-    def training_left_s(self) -> Optional[float]:
-        """Predicted seconds until it is trained; None if no step is predicted."""
-        return 0.0 if self.is_trained else self.plan.left_s
-
-    @property
-    def scoring_left_s(self) -> Optional[float]:
-        """Predicted seconds from then until it is scored; None if no step is predicted."""
-        return 0.0 if self.is_scored else scoring_s(self.plan)
+    def left_s(self) -> Optional[float]:
+        """Predicted seconds until it is scored; None if no step is predicted."""
+        if self.is_scored:
+            return 0.0
+        training_s = 0.0 if self.is_trained else self.plan.left_s
+        after_s = scoring_s(self.plan)
+        if training_s is None or after_s is None:
+            return None
+        return training_s + after_s
 
 
 def _chosen_in_all(folder: Path, parts: int, settings: Chosen) -> Dict[str, Any]:
@@ -306,40 +306,32 @@ def _problems_of_fold(fold: PlannedFold) -> Iterator[str]:
 
 
 def _show(planned: Sequence[PlannedFold], *, stderr: bool = True) -> None:
-    """Print the plan of the first fold that is to be trained, and what all of them take."""
+    """Print the plan of the first fold that is to be trained, and the time of all of them."""
     waiting = [fold for fold in planned if not fold.is_trained]
     for fold in waiting[:1]:
-        each = f"the plan of each fold, here of {fold.fold}; the table below has the time of all:"
-        say(each, *plan_lines(fold.plan, _host()), stderr=stderr)
+        say(f"the plan of fold {fold.fold}:", *plan_lines(fold.plan, _host()), stderr=stderr)
     rows = []
     left_s = []
     for fold in planned:
         split = fold.plan.store.manifest.split
-        saved = checkpoints(fold.folder)
         state = "to train"
         if fold.is_trained:
             state = "scored" if fold.is_scored else "to score"
-        elif saved:
-            state = f"from step {step_of(saved[0]):,}"
+        elif fold.plan.done:
+            state = f"from step {fold.plan.done:,}"
         steps = "by time" if fold.plan.config.has_open_length else f"{fold.plan.steps:,}"
+        left_s.append(fold.left_s)
         cases = (str(len(split["train"])), str(len(split["val"])))
-        left = (fold.training_left_s, fold.scoring_left_s)
-        left_s += left
-        rows.append((fold.fold, state, *cases, steps, *map(format_seconds, left)))
+        rows.append((fold.fold, state, *cases, steps, format_seconds(fold.left_s)))
     all_s = "unknown" if None in left_s else f"about {format_seconds(sum(left_s))}"
-    bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
-    memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
-    caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"
-    columns = ("fold", "state", "train", "held out", "steps", "to train", "to score")
+    columns = ("fold", "state", "train", "held out", "steps", "left")
+    caption = f"predicted: {all_s} for all {len(planned)} folds"
     table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
     new_console().print(table)
     warnings = dict.fromkeys(learnable(fold.plan)[0] for fold in waiting)  # each once
     say(*filter(None, warnings), stderr=stderr)
-    manifest = planned[0].plan.store.manifest
-    untouched = len(manifest.split["test"])
+    untouched = len(planned[0].plan.store.manifest.split["test"])
     if untouched:
-        todo = ""
-        if not manifest.folds:
-            todo = "; `prepare --split 1 0 0` puts all patients into the folds"
-        outside = f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}"
-        say(outside, stderr=stderr)
+        todo = "`prepare --split 1 0 0` puts all patients into the folds"
+        outside = f"{count(untouched, 'test case')} outside the folds, untouched by them"
+        say(f"{outside}; {todo}", stderr=stderr)

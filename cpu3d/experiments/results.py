@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, raise_if_any
+from cpu3d.errors import InputError
 from cpu3d.experiments.statistics import counts, paired_difference
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.inference.scores_file import PREDICTIONS, UNTOUCHED, read_scores, scores_path, warning
@@ -145,21 +145,14 @@ class Comparison:
     ) -> "Comparison":
         """Compare these answers; `failed` is the name of a run without an answer -> why.
 
-        Raises InputError for answers on other cases or regions than the first, and if the baseline
-        has none; a variant that shares no seed with the baseline is left out."""
+        Raises InputError if the baseline has none; a variant that shares no seed with it is left
+        out."""
         lines = [f"{name}, is left out: {why}." for name, why in failed.items()]
         by_variant: Dict[str, List[Answer]] = {baseline: []}
         for answer in sorted(answers, key=lambda answer: answer.seed):
             by_variant.setdefault(answer.variant, []).append(answer)
         if not by_variant[baseline]:
             raise InputError(f"the baseline {baseline} must have a run, got none", *lines)
-        first = by_variant[baseline][0]
-        raise_if_any(
-            f"{answer.folder} must be scored on the cases and regions of {first.folder}, got "
-            f"others: evaluate both on one store"
-            for answer in answers
-            if (answer.regions, set(answer.cases)) != (first.regions, set(first.cases))
-        )
         seeds = {answer.seed for answer in by_variant[baseline]}
         paired = {}
         for variant, own in by_variant.items():

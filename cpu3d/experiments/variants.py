@@ -1,7 +1,7 @@
 """Variants of a comparison: ways to train, and the one budget that all their runs have.
 
     variants = {"whole": parse_variant("whole", "--mode whole", common)}
-    courses = planned_variants(variants, store, "1/5", budget, validations)
+    planned = planned_variants(variants, store, "1/5", budget, validations)
 
 Variants differ in what the network sees, not in the network: they have the levels and strides of
 the first one, unless they choose others. What a plan decides for this host is decided once, so that
@@ -118,7 +118,7 @@ def planned_variants(
     *,
     force: bool = False,
 ) -> List[VariantPlan]:
-    """The course of every variant's runs, the first of which is the baseline; `folds` are those
+    """The plan of every variant's runs, the first of which is the baseline; `folds` are those
     that are trained, or [""], and `force` is that of `make_plan`.
 
     All have the same number of validations, from which the best weights are chosen: `validations`,
@@ -158,7 +158,7 @@ def planned_variants(
     raise_if_any(problems)
     steps = _steps(budget, [plan for _, plan in resolved.values()])
     validations = min([validations, *filter(None, steps)])
-    plans = []
+    planned = []
     for (name, (settings, plan)), own_steps in zip(resolved.items(), steps):
         settings["validations"] = validations
         if own_steps is None:
@@ -167,8 +167,8 @@ def planned_variants(
             settings["budget_minutes"] = budget.amount
         else:
             settings["steps"] = own_steps
-        plans.append(_variant_plan(name, settings, plan, own_steps))
-    return plans
+        planned.append(_variant_plan(name, settings, plan, own_steps))
+    return planned
 
 
 def refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ for table in results_tables(gather_folds(folder)): ...
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional
 
 import numpy as np
 
@@ -19,14 +19,13 @@ from cpu3d.inference.postprocessing.run_rules import PostprocessingRules, cross_
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
-    are_of_weights,
-    read_scores,
+    UNTOUCHED,
     scores_path,
     scores_table,
 )
 from cpu3d.pages.page import page_file
 from cpu3d.report.pictures import score_pictures
-from cpu3d.report.runs import Page, RunFiles, read_run, runs_table
+from cpu3d.report.runs import Page, RunFiles, current_scores, read_run, runs_table
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -89,7 +88,8 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
     postprocessing: List[Element] = [decided] if decided else []
     if files.decision:
         postprocessing.append(f"The folds together: {files.decision.chosen.words}.")
-    test, without_test = _test_scores(files)
+    trained = [run.folder for run in files.runs.values() if checkpoints(run.folder)]
+    test, note = current_scores(files.folder, trained, [UNTOUCHED])
     page = Page(
         title=f"Report of {files.folder.name}: {len(files.names)} folds",
         command="./run.sh report",
@@ -102,7 +102,7 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
         postprocessing=postprocessing,
         cases=cases,
         splits=splits,
-        notes=_missing(files, without_test),
+        notes=[*_missing(files), *filter(None, [note])],
     )
     page.write(out)
     return out
@@ -150,23 +150,7 @@ def folds_table(files: FoldsFiles) -> Table:
 # --- Private helpers ---
 
 
-def _test_scores(files: FoldsFiles) -> Tuple[Optional[Dict[str, Any]], str]:
-    """The scores of the folds together on the test cases, None if there are none of their present
-    weights; and why not, if there is a file."""
-    path = scores_path(files.folder)
-    if not path.is_file():
-        return None, ""
-    try:
-        scores = read_scores(path)
-    except InputError:
-        return None, "cannot be read"
-    trained = [run.folder for run in files.runs.values() if checkpoints(run.folder)]
-    if not are_of_weights(scores, trained):
-        return None, "are of earlier weights"
-    return scores, ""
-
-
-def _missing(files: FoldsFiles, without_test: str) -> List[str]:
+def _missing(files: FoldsFiles) -> List[str]:
     """Notes on what is missing and why, one sentence each."""
     notes = []
     lacking = [fold for fold in files.names if fold not in files.held_out]
@@ -175,9 +159,6 @@ def _missing(files: FoldsFiles, without_test: str) -> List[str]:
         notes.append(f"Fold {fold} is missing here ({why}): its cases are in no score.")
     if lacking:
         notes.append("Repeat the same `train --folds` to complete it.")
-    if without_test:
-        why = f"The scores of the test cases {without_test}"
-        notes.append(f"{why}: run `evaluate --run {files.folder}` and then `report` again.")
     if files.store is None:
         notes.append("The store cannot be read, so no cases are shown.")
     return notes

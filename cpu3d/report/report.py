@@ -12,7 +12,7 @@ during a training or before an evaluation, and names what is missing. Of the fol
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
@@ -22,8 +22,6 @@ from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
     UNTOUCHED,
-    are_of_weights,
-    read_scores,
     scores_path,
     scores_table,
     warning,
@@ -32,7 +30,7 @@ from cpu3d.pages.page import page_file, percent
 from cpu3d.plan import reasons_of
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.pictures import score_pictures
-from cpu3d.report.runs import Page, RunFiles, read_run
+from cpu3d.report.runs import Page, RunFiles, current_scores, read_run
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -83,7 +81,9 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     if read_folds(run_dir):
         return write_folds_report(run_dir, out)
     run = read_run(run_dir.resolve())
-    scores, note = _scores(run.folder)
+    scores, note = current_scores(run.folder, [run.folder], (UNTOUCHED, "val", "train"))
+    if not (scores or note):
+        note = f"No scores yet: run `evaluate --run {run.folder}` and then `report` again."
     store = _store(scores, run.config)
     if out is None:
         out = run_dir / "report.html"
@@ -119,21 +119,6 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
 
 
 # --- Private helpers ---
-
-
-def _scores(run: Path) -> Tuple[Optional[Dict[str, Any]], str]:
-    """The scores of the present weights on the test cases, else on "val", else on "train"; and a
-    note on what is missing."""
-    note = f"No scores yet: run `evaluate --run {run}` and then `report` again."
-    for split in (UNTOUCHED, "val", "train"):
-        path = scores_path(run, split)
-        if path.is_file():
-            scores = read_scores(path)
-            if are_of_weights(scores, [run]):
-                return scores, ""
-            todo = f"run `evaluate --run {run}` and then `report` again"
-            note = f"The scores in {path} are of other weights than the run's: {todo}."
-    return None, note
 
 
 def _store(scores: Optional[Mapping[str, Any]], config: RunConfig) -> Optional[Store]:
@@ -235,11 +220,7 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     all_s = costs.steps_s + overhead_s
     cases = scores["cases"] if scores else []
     predict_s = numbers(cases, "predict_s")
-    volume = "a volume on its full grid, median without the first"
-    if len(predict_s) == 1:
-        volume = "of the only volume, the start included"
-    else:
-        predict_s = predict_s[1:]  # the first one also starts what computes
+    predict_s = predict_s[1:] or predict_s  # the first one also starts what computes
     in_bytes = format_bytes
     in_s = format_seconds
     rows: Sequence[Tuple[str, Any, Any, str, Optional[float]]] = (
@@ -257,7 +238,7 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
             None,
         ),
         ("whole training", costs.train_s or all_s or None, in_s, "wall clock, all attempts", None),
-        ("prediction", median(predict_s), in_s, volume, None),
+        ("prediction", median(predict_s), in_s, "a volume on its full grid, median", None),
         ("scoring", median(numbers(cases, "score_s")), in_s, "a volume, median", None),
     )
     cells = []

@@ -13,13 +13,11 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.store import open_store
-from cpu3d.errors import ENDINGS, DivergedError, InputError, WorkerLostError, ending_of
+from cpu3d.errors import ENDINGS, DivergedError, WorkerLostError, ending_of
 from cpu3d.inference.postprocessing.run_rules import OPEN, why_without_rules
 from cpu3d.plan import reasons_of
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config_json import half_rates, load_config
-from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.heartbeat import (
     BEAT_S,
     SILENT_S,
@@ -33,7 +31,6 @@ from cpu3d.run.heartbeat import (
 )
 from cpu3d.run.log import FINISHED, read_events
 from cpu3d.run.summary import RECENT, History, known, median
-from cpu3d.run.transfer import start_words
 from cpu3d.settings import RunConfig
 from memory_estimator.common.units import format_seconds
 
@@ -75,13 +72,12 @@ class RunStatus:
     dice: Dict[str, float]
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
     best: Optional[float]  # the mean Dice of the best weights; None without validation
-    init: str  # the weights that it has started from, and what of them stays; "" for its own
     reasons: Tuple[str, ...]  # why the plan decided so what was left open, a line each
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
-def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False) -> RunStatus:
-    """Look at a run; one `of_folds` needs no decision of its own, as the folds decide together.
+def run_status(run: Path, now: Optional[float] = None, *, is_fold: bool = False) -> RunStatus:
+    """Look at a run; a fold needs no post-processing of its own, as the folds decide it together.
     Raises InputError for a folder without config.json and heartbeat, or with a damaged config."""
     run = Path(run)
     if now is None:
@@ -96,7 +92,7 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     step, steps = _length(history, workers, config, checkpoint)
     worst = _worst(history, workers, step, steps)
     undecided = ""
-    if worst.state == "finished" and config and not of_folds:
+    if worst.state == "finished" and config and not is_fold:
         undecided = why_without_rules(run, config)
         state = UNDECIDED if undecided == OPEN else "finished"
         worst = WorkerStatus(0, state, undecided, worst.heartbeat)
@@ -132,7 +128,6 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
         dice={region: float(np.mean(each)) for region, each in dice.items() if len(each)},
         validation=dict(history.last_validation) or None,
         best=best_score(run),
-        init=start_words(config) if config else "",
         reasons=reasons_of(run),
         checkpoint=checkpoint,
     )
@@ -156,15 +151,6 @@ def workers_of(run: Path, heartbeats: Dict[int, Any], now: float) -> List[Worker
             detail = f"{heartbeat_path(run, rank)} was never written"
             workers.append(WorkerStatus(rank, "unknown", detail))
     return workers
-
-
-def has_test_cases(store: str) -> bool:
-    """Whether a store has untouched cases to evaluate; also if it cannot be read, as it may have
-    been moved."""
-    try:
-        return bool(open_store(store).manifest.split["test"])
-    except (InputError, OSError):
-        return True
 
 
 # --- Private helpers ---
@@ -262,12 +248,8 @@ def _advice(
     if state in ALIVE:
         return ""
     if state == "finished":
-        words = f"evaluate --run {run}"
-        if config and not has_test_cases(config.store):
-            words += " --split val"
-            if config.fold:
-                words += f" --weights {FOLD_WEIGHTS} --raw"
-        return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
+        more = f"`report --run {run}` shows it; {ENDINGS[0].advice}"
+        return f"`evaluate --run {run}` scores it, {more}"
     if state == UNDECIDED:
         return DECIDES
     again = "the same command starts from step 0, as there is no checkpoint yet"

@@ -13,14 +13,17 @@ import numpy as np
 
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.store import Store
-from cpu3d.pages.page import flat
+from cpu3d.errors import InputError
+from cpu3d.inference.scores_file import are_of_weights, read_scores, scores_path
+from cpu3d.pages.page import flat, render_page
 from cpu3d.report.pictures import Figures, Line, chart
-from cpu3d.report.sections import Element, Folded, Section, write_page
+from cpu3d.report.sections import Element, Folded, is_filled
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import History
 from cpu3d.run.transfer import freeze_words, init_rows
 from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import count, listed
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by, format_bytes, format_seconds
@@ -78,7 +81,7 @@ class Page:
         """Write the page, atomically. An element of all pages is added here."""
         rows = [*_data(self.store), *self.about, *facts(self.runs)]
         differing, every = settings(self.runs)
-        sections: List[Section] = [
+        sections: List[Tuple[str, Sequence[Element]]] = [
             (
                 "The runs" if self.table else "The run",
                 [Table(("", ""), rows, names=2), *self.table, differing],
@@ -93,12 +96,48 @@ class Page:
             ("Host and software", hosts(self.runs)),
             ("Settings", [every, *self.splits]),
         ]
-        write_page(out, self.title, self.command, sections, notes=self.notes, alert=self.alert)
+        filled = []
+        for heading, elements in sections:
+            shown = [element for element in elements if is_filled(element)]
+            if shown:
+                filled.append((heading, shown))
+        page = render_page(
+            Path(__file__).with_name("report.html.j2"),
+            title=self.title,
+            command=self.command,
+            sections=filled,
+            notes=self.notes,
+            alert=self.alert,
+        )
+        with atomic_write(out, "w") as file:
+            file.write(page)
 
 
 def read_run(folder: Path, kind: str = "") -> RunFiles:
     """Read a run's settings and log. Raises InputError if its config.json is missing or damaged."""
     return RunFiles(folder, load_config(folder), History(read_events(folder)), kind)
+
+
+def current_scores(
+    folder: Path, runs: Sequence[Path], splits: Sequence[str]
+) -> Tuple[Optional[Dict[str, Any]], str]:
+    """The scores in `folder` by the present weights of these runs, of the first of the splits that
+    has some; and a note on those that are not shown."""
+    note = ""
+    for split in splits:
+        path = scores_path(folder, split)
+        if not path.is_file():
+            continue
+        why = "are of other weights"
+        try:
+            scores = read_scores(path)
+            if are_of_weights(scores, runs):
+                return scores, ""
+        except InputError:
+            why = "cannot be read"
+        todo = f"run `evaluate --run {folder}` and then `report` again"
+        note = f"The scores of the {split} cases {why}: {todo}."
+    return None, note
 
 
 def of_each_kind(runs: Mapping[str, RunFiles]) -> Dict[str, RunFiles]:

@@ -3,7 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Union
 
 import numpy as np
 
@@ -16,10 +16,8 @@ from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import ranked
-from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures
-from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.table import Table
 
 
@@ -32,36 +30,8 @@ class Folded:
 
 
 # An element of a section: a table, pictures beside each other, a paragraph, or the cases of
-# `viewer`. Empty ones are left out, and so is a section, a heading and its elements, without any.
+# `viewer`. Empty ones are left out, and so is a section without any.
 Element = Union[Table, Folded, Figures, str, Mapping[str, Any]]
-Section = Tuple[str, Sequence[Element]]
-
-
-def write_page(
-    out: Path,
-    title: str,
-    command: str,
-    sections: Sequence[Section],
-    *,
-    notes: Sequence[str] = (),
-    alert: str = "",
-) -> None:
-    """Write a self-contained page of sections, atomically; `alert` and `notes` are above them."""
-    filled = []
-    for heading, elements in sections:
-        shown = [element for element in elements if _is_filled(element)]
-        if shown:
-            filled.append((heading, shown))
-    page = render_page(
-        Path(__file__).with_name("report.html.j2"),
-        title=title,
-        command=command,
-        sections=filled,
-        notes=notes,
-        alert=alert,
-    )
-    with atomic_write(out, "w") as file:
-        file.write(page)
 
 
 def shown_cases(
@@ -159,10 +129,7 @@ def changed_by_rules(
     return cells
 
 
-# --- Private helpers ---
-
-
-def _is_filled(element: Element) -> bool:
+def is_filled(element: Element) -> bool:
     """Whether an element has anything to show."""
     if isinstance(element, Folded):
         return bool(element.table.rows)

@@ -34,16 +34,13 @@ from cpu3d.report.run_status import (
     IDLE,
     RunStatus,
     WorkerStatus,
-    has_test_cases,
     run_status,
     workers_of,
 )
 from cpu3d.run.folds import RunSet, read_run_set
-from cpu3d.run.heartbeat import (
-    read_heartbeats,
-)
+from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.log import FINISHED, last_end
-from cpu3d.run.summary import median
+from cpu3d.run.summary import median, numbers
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
@@ -65,14 +62,13 @@ def run(options: Options) -> int:
     status: Any
     if read_run_set(options.run):
         status = set_status(options.run)
-        shown = describe_set(status)
     else:
         status = run_status(options.run)
-        shown = describe(status)
     if options.json:
         print(json.dumps(dataclasses.asdict(status), indent=1))
     else:
-        new_console().print(shown)
+        show = describe_set if isinstance(status, SetStatus) else describe
+        new_console().print(show(status))
     return 0 if status.is_fine else 1
 
 
@@ -137,48 +133,46 @@ def set_status(folder: Path, now: Optional[float] = None) -> SetStatus:
     folder = Path(folder)
     if now is None:
         now = time.time()
-    several = read_run_set(folder)
-    if several is None:
+    run_set = read_run_set(folder)
+    if run_set is None:
         rule = f"folder {folder} must be one of `train --folds` or `compare`, got another"
         raise InputError(f"{rule}; name a run or such a folder")
-    ends = map(last_end, several.runs.values())
-    usual_s = median([end["seconds"] for end in ends if _is_end(end)])
-    if usual_s is None:
-        usual_s = several.run_s
-    each = [_part_status(name, several, usual_s, now) for name in several.runs]
-    failed = [part.advice for part in each if part.advice]
-    lacking = [part.name for part in each if part.state != "scored"]
+    ends = map(last_end, run_set.runs.values())
+    finished = [end for end in ends if end.get("reason") == FINISHED]
+    usual_s = run_set.run_s
+    if finished:
+        usual_s = median(numbers(finished, "seconds"))
+    parts = [_part_status(name, run_set, usual_s, now) for name in run_set.runs]
+    lacking = [part.name for part in parts if part.state != "scored"]
     workers = workers_of(folder, read_heartbeats(folder), now)
     worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
     if not lacking and worker.state in IDLE:
         worker = replace(worker, state="finished", detail="")
     elif lacking and worker.state in ("finished", "interrupted"):
         state = "unknown" if worker.state == "finished" else worker.state
-        detail = f"no current scores: {listed(lacking)}"
+        detail = f"runs without scores of their present weights: {listed(lacking)}"
         worker = replace(worker, state=state, detail=detail)
     advice = ""
-    if worker.state == "finished" and several.kind == "comparison":
+    if worker.state == "finished":
         advice = f"{folder / 'report.html'} has all results"
-    elif worker.state == "finished":
-        advice = f"`predict --run {folder}` takes the folds together, {folder / 'report.html'}"
-        advice += " has the scores of every case"
-        if has_test_cases(several.store):
-            advice = f"`predict --run {folder}` and `evaluate --run {folder}` take them together"
+        if run_set.kind == "folds":
+            advice += f"; `predict --run {folder}` takes the folds together"
     elif worker.state == "silent":
         advice = "when its process has ended, the same command continues"
     elif worker.state not in FINE:
+        failed = [part.advice for part in parts if part.advice]
         advice = failed[0] if failed else "the same command continues"
-    left_s = [part.seconds_left for part in each if part.seconds_left is not None]
+    left_s = [part.seconds_left for part in parts]
     return SetStatus(
         folder=str(folder),
-        kind=several.kind,
+        kind=run_set.kind,
         state=worker.state,
         detail=worker.detail,
         advice=advice,
         is_fine=worker.state in FINE,
         phase=worker.heartbeat.phase if worker.heartbeat and worker.state in ALIVE else "",
-        runs=tuple(each),
-        seconds_left=sum(left_s) if lacking and len(left_s) == len(each) else None,
+        runs=tuple(parts),
+        seconds_left=None if not lacking or None in left_s else sum(left_s),
     )
 
 
@@ -210,33 +204,30 @@ def describe_set(status: SetStatus) -> Group:
 # --- Private helpers ---
 
 
-def _is_end(end: Any) -> bool:
-    return end.get("reason") == FINISHED and bool(end.get("seconds"))
-
-
-def _part_status(name: str, several: RunSet, usual_s: Optional[float], now: float) -> PartStatus:
+def _part_status(name: str, run_set: RunSet, usual_s: Optional[float], now: float) -> PartStatus:
     """The state of a run of several; of one whose pace is not known `usual_s` seconds are left."""
-    run = several.runs[name]
+    run = run_set.runs[name]
     if not ((run / "config.json").is_file() or read_heartbeats(run)):
         return PartStatus(name, str(run), "waiting", 0, None, None, usual_s)
-    status = run_status(run, now, of_folds=several.is_out_of_fold)
+    status = run_status(run, now, is_fold=run_set.is_out_of_fold)
     steps = (status.step, status.steps)
     if status.state != "finished":
         left_s = usual_s if status.seconds_left is None else status.seconds_left
         advice = "" if status.is_fine else status.advice
         return PartStatus(name, str(run), status.state, *steps, None, left_s, advice)
-    is_over = last_end(run).get("reason") == FINISHED
-    mean_dice = _mean_dice(run, several) if is_over else None
+    mean_dice = _mean_dice(run, run_set)
     state = "finished" if mean_dice is None else "scored"
     return PartStatus(name, str(run), state, *steps, mean_dice, 0.0)
 
 
-def _mean_dice(run: Path, several: RunSet) -> Optional[float]:
+def _mean_dice(run: Path, run_set: RunSet) -> Optional[float]:
     """The mean Dice of a run's current scores; None if there are none."""
-    if several.is_out_of_fold and not is_scored(run):
+    if last_end(run).get("reason") != FINISHED:
+        return None
+    if run_set.is_out_of_fold and not is_scored(run):
         return None
     try:
-        scores = read_scores(scores_path(run, several.split))
+        scores = read_scores(scores_path(run, run_set.split))
     except InputError:
         return None
     return scores["mean_dice"] if are_of_weights(scores, [run]) else None
@@ -308,8 +299,6 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         if status.best is not None:
             text += f", best {status.best:.3f}"
         lines.append((f"validation after step {validation.get('step')}", text))
-    if status.init:
-        lines.append(("init", status.init))
     saved = status.checkpoint
     text = "none yet"
     if saved:

@@ -16,7 +16,7 @@ at most 255 grey values. Voxels of the label that are not annotated are hatched,
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -27,14 +27,12 @@ from cpu3d.data.cases.notes import note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.find import find_cases
 from cpu3d.data.datasets.layouts import (
-    FOLDER_LAYOUTS,
     LabelCodes,
     channels_of,
     label_codes_of,
     labels_in_use,
 )
 from cpu3d.data.datasets.names import (
-    channel_key,
     is_ignored,
     name_of,
     read_name,
@@ -100,10 +98,6 @@ def run(options: Options) -> int:
     if case.ignored_share:
         share = f"{case.ignored_share:.1%} of the voxels"
         say(f"not annotated: {share}, code {case.ignore}", stderr=False)
-    elif options.ignore is not None:
-        codes = listed(np.unique(case.truth))
-        rule = f"no voxel of the label has code {options.ignore} of --ignore, only {codes}"
-        say(f"note: {rule}: all of it is annotated")
     write_case_page(out, case, "view")
     say(f"written: {out} ({format_bytes(out.stat().st_size)})", stderr=False)
     return 0
@@ -183,39 +177,23 @@ def viewed_files(paths: Sequence[Path]) -> CaseFiles:
     names = case.names
     if len(names) != len(case.images):
         names = tuple(read_name(path).channel or stem_of(path) for path in case.images)
-    usual = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
-
-    def place(image: Tuple[str, Path]) -> int:
-        """Known channels in their usual order, then the others in theirs."""
-        key = channel_key(image[0])
-        return usual.index(key) if key in usual else len(usual)
-
-    in_order = sorted(zip(names, case.images), key=place)
-    return CaseFiles(
-        name_of(first) if first.is_dir() else case.case_id,
-        case.case_id,
-        tuple(path for _, path in in_order),
-        unread[0] if unread else None,
-        tuple(name for name, _ in in_order),
-    )
+    case_id = name_of(first) if first.is_dir() else case.case_id
+    label = unread[0] if unread else None
+    return CaseFiles(case_id, case.case_id, case.images, label, names)
 
 
 # --- Private helpers ---
 
 
-class _Volumes(NamedTuple):
-    """The files of a case, in axes R A S."""
-
-    images: Dict[Path, np.ndarray]  # (X, Y, Z, C)
-    labels: Dict[Path, np.ndarray]  # (X, Y, Z) uint8
-    geometry: Geometry  # of the first image
+Volumes = Dict[Path, np.ndarray]  # by their files, in axes R A S
 
 
-def _read(images: Sequence[Path], labels: Sequence[Path]) -> _Volumes:
-    """Read files that must be on one grid. Raises InputError with the problems of all."""
-    read = {}
-    maps = {}
-    problems = []
+def _read(images: Sequence[Path], labels: Sequence[Path]) -> Tuple[Volumes, Volumes, Geometry]:
+    """Read images (X, Y, Z, C) and label maps (X, Y, Z) uint8 that must be on one grid, that of the
+    first image. Raises InputError with the problems of all."""
+    read: Volumes = {}
+    maps: Volumes = {}
+    problems: List[str] = []
     first = None  # file and its grid
     for path in (*images, *labels):
         try:
@@ -230,7 +208,7 @@ def _read(images: Sequence[Path], labels: Sequence[Path]) -> _Volumes:
         except InputError as error:
             problems += error.problems
     raise_if_any(problems)
-    return _Volumes(read, maps, first[1])
+    return read, maps, first[1]
 
 
 def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
@@ -286,16 +264,13 @@ def _meanings(
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending; if some are equal its folder's, or else
-    numbered."""
-    resolved = [path.resolve() for path in paths]
-    names = [stem_of(path) for path in paths]
-    twice = [path for path, place in zip(paths, resolved) if resolved.count(place) > 1]
-    raise_if_any(
-        f"--prediction must name different files, got {path} twice; name it once"
-        for path in twice[:1]
-    )
-    for candidates in (names, [path.parent.name for path in resolved]):
-        if len(set(candidates)) == len(paths):
-            return candidates
-    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    """A name for each file: its own without the ending, or its folder's if some of them are
+    equal. Raises InputError if some of these are equal too."""
+    for names in (
+        [stem_of(path) for path in paths],
+        [path.resolve().parent.name for path in paths],
+    ):
+        if len(set(names)) == len(paths):
+            return names
+    rule = "--prediction must name files of other names or in folders of other names"
+    raise InputError(f"{rule}, got {listed(paths)}; rename one")

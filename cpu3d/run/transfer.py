@@ -152,17 +152,6 @@ def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
     return rows + [("warning", words) for words in record.warnings]
 
 
-def start_words(config: RunConfig) -> str:
-    """Where a run's first weights are from and what of them stays, in short; "" for its own."""
-    record = config.init_record
-    if record is None:
-        return ""
-    words = f"{record.file}, SHA-256 {record.sha256[:DIGITS]}"
-    if config.freeze != "none":
-        words += f"; frozen: {freeze_words(config)}"
-    return words
-
-
 def freeze_words(config: RunConfig) -> str:
     """What of a run's network stays as it is, in words."""
     if config.freeze == "none":

@@ -157,7 +157,7 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     ],
 )
 def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, name):
-    with pytest.raises(InputError, match=f"^{name} must"):
+    with pytest.raises(InputError, match=f"^{name} "):
         compare("--out", out, "--store", "s", *options)
 
 

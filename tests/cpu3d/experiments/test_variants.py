@@ -22,7 +22,7 @@ AN_EPOCH = Budget("epochs", 1)
 
 def courses(store, variants, budget=AN_EPOCH, validations=1, folds=("",)):
     planned = planned_variants(variants, store, folds, budget, validations)
-    return {course.name: course for course in planned}
+    return {variant.name: variant for variant in planned}
 
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
@@ -70,19 +70,19 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
     }
     planned = courses(phantom_store, variants, Budget("epochs", 7), 3)
     voxels = {}
-    for name, course in planned.items():
-        config = decided(phantom_store, tmp_path, **course.settings)
-        assert (config.steps, config.validations) == (course.steps, 3)
+    for name, variant in planned.items():
+        config = decided(phantom_store, tmp_path, **variant.settings)
+        assert (config.steps, config.validations) == (variant.steps, 3)
         sample = math.prod(config.grid) * config.batch
-        voxels[name] = course.steps * sample
+        voxels[name] = variant.steps * sample
         assert abs(voxels[name] - voxels["whole"]) <= sample
     assert planned["whole"].steps == 7 * 4
     halved = courses(phantom_store, {"a": {**SMALL, "curriculum": "half"}}, Budget("epochs", 7))
     assert halved["a"].steps == 7 * 4
     few = courses(phantom_store, {"whole": SMALL, "small": variants["small"]}, AN_EPOCH, 9)
     assert few["whole"].steps < 9 < few["small"].steps
-    for course in few.values():  # as many as the shortest can have
-        assert course.settings["validations"] == few["whole"].steps
+    for variant in few.values():  # as many as the shortest can have
+        assert variant.settings["validations"] == few["whole"].steps
     (timed,) = courses(phantom_store, {"whole": SMALL}, Budget("minutes", 3)).values()
     assert (timed.steps, timed.settings["budget_minutes"]) == (None, 3)
 
@@ -97,10 +97,10 @@ def test_variants_have_the_network_of_the_first_unless_they_choose_another(phant
         "own": {**patch, "strides": own},
     }
     planned = courses(store, variants)
-    seen = {name: course.settings["strides"] for name, course in planned.items()}
+    seen = {name: variant.settings["strides"] for name, variant in planned.items()}
     thick = ((2, 2, 1), (2, 2, 1))
     assert seen == {"whole": thick, "patch": thick, "own": own}
-    assert {course.settings["depth"] for course in planned.values()} == {3}
+    assert {variant.settings["depth"] for variant in planned.values()} == {3}
 
 
 @pytest.mark.parametrize("folds", [[""], ["1/2", "2/2"]])

@@ -82,7 +82,7 @@ def test_the_bound_counts_the_answers_that_post_processing_is_decided_on(tmp_pat
         folder = tmp_path / f"store-{spacing}"
         options = {"workers": 1, "fractions": (3, 2, 0), "spacing": (spacing,) * 3}
         prepare(tmp_path / "data", folder, **options)
-        chosen = {"steps": 4, "device": "cpu", "patch": (32, 32, 32), "mode": "patch"}
+        chosen = {"steps": 4, "device": "cpu", "patch": (32, 32, 28), "mode": "patch"}
         store = open_store(folder)
         plan = make_plan(store, tmp_path / "run", HOST, chosen)
         memory = {part.name: part.bytes for part in plan.forecast.full.extra}

@@ -55,7 +55,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view") / CASE_ID
     folder.mkdir()
     image, truth, prediction = made_case()
-    for channel, name in enumerate(("t2f", "t1c")):
+    for channel, name in enumerate(("t1c", "t2f")):
         write_volume(folder / f"{CASE_ID}-{name}.nii.gz", image[..., channel], GEOMETRY)
     write_volume(folder / f"{CASE_ID}-seg.nii.gz", truth, GEOMETRY)
     write_volume(folder.parent / "ours.nii.gz", prediction, GEOMETRY)
@@ -129,7 +129,7 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     assert not re.search(r"https?://", text)
     (shown,) = shown_cases(out)
     for key, names in (
-        ("modalities", ["FLAIR", "T1gd"]),
+        ("modalities", ["T1gd", "FLAIR"]),
         ("regions", ["WT", "TC", "ET"]),
         ("predictions", ["ours"]),
     ):
@@ -201,7 +201,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
         (("--image", case, "--label", other), "must have the grid of"),
         (("--image", case, "--label", halves), "0..255, got 0.5"),
         (("--image", halves, "--ignore", 2), "--ignore must come with a label, got 2"),
-        (("--image", case, "--prediction", other, other), "must name different files"),
+        (("--image", case, "--prediction", other, other), "files of other names"),
         (("--image", halves, "--out", halves), "must end in .html"),
     ):
         assert view(*words, *(() if "--out" in words else ("--out", page))) == 2
