@@ -86,18 +86,14 @@ class PlannedRun:
         return self.is_trained and self.has_rules and self.is_scored
 
     def train(self, store: Path, log: Path) -> None:
-        """Have it trained to its end, and its rules decided. Raises as `call`, and RunFailedError
-        if it has diverged, as it would again, or if another process trains it."""
+        """Have it trained to its end, and its rules decided. Raises as `call`, RunFailedError if it
+        has diverged, as it would again, and InputError if another process trains it."""
         if self.is_trained and self.has_rules:
             return
         if last_event(self.folder).get("event") == "diverged" and not self.again:
             problem = f"{self.name}: it diverged before; remove {self.folder} to train it again"
             raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
-        try:
-            wait_for_earlier(self.folder, say)
-        except InputError as error:
-            why = "another process trains it"
-            raise RunFailedError(str(error), error.exit_code, why) from None
+        wait_for_earlier(self.folder, say)
         command = ["train", "--run", str(self.folder), "--store", str(store), *self.options]
         call(command, log, f"{self.name}: train", run=self.folder, steps=self.steps)
         if not (self.is_fold or self.has_rules):

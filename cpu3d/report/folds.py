@@ -5,18 +5,15 @@ for table in results_tables(gather_folds(folder)): ...
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Optional
-
-import numpy as np
 
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.postprocessing.run_rules import PostprocessingRules, cross_fitted, read_rules
-from cpu3d.inference.scores import METRICS, has_region, metric_notes
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
     UNTOUCHED,
@@ -36,7 +33,7 @@ from cpu3d.report.sections import (
 )
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.folds import CONFIG, FILE, fold_folder, read_folds
-from cpu3d.util.records import count, plus_minus
+from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 
 WEIGHTS_NOTE = (
@@ -173,42 +170,9 @@ def _dice(answers: Optional[OutOfFold]) -> Dict[str, List[float]]:
 
 
 def _scores_table(answers: OutOfFold) -> Table:
-    """Every metric of every region over all cases, and how the folds' means spread."""
-    of_case = {case["case_id"]: case["regions"] for case in answers.scores["cases"]}
-    rows = []
-    for region, summary in answers.scores["summary"].items():
-        present = [of[region] for of in of_case.values() if has_region(of[region])]
-        name = region
-        if len(present) < len(of_case):
-            name = f"{region}, in {len(present)} of {len(of_case)}"
-        for key, metric in METRICS.items():
-            digits = metric.digits
-            values = summary[key]
-            means = []
-            for ids in answers.held_out.values():
-                means.append(np.mean([of_case[case_id][region][key] for case_id in ids]))
-            where_present = "-"
-            if present:
-                where_present = f"{np.mean([of[key] for of in present]):.{digits}f}"
-            row = (
-                name,
-                metric.heading,
-                plus_minus(values["mean"], values["std"], digits),
-                f"{values['median']:.{digits}f}",
-                where_present,
-                f"{min(means):.{digits}f} to {max(means):.{digits}f}",
-            )
-            rows.append(row)
-            name = ""  # in its first row
-    notes = metric_notes(answers.scores["tolerance_mm"])
-    return Table(
-        ("region", "score", "mean \u00b1 sd", "median", "where present", "means of folds"),
-        rows,
-        title=f"{count(of_case, 'case')} of {answers.scores['name']}, without post-processing",
-        caption=f"{notes}. mean \u00b1 sd and median: over the cases. Where present: the mean over "
-        "the cases that have the region.",
-        names=2,
-    )
+    cases = count(answers.scores["cases"], "case")
+    title = f"{cases} of {answers.scores['name']}, out of fold, without post-processing"
+    return replace(scores_table(answers.scores), title=title)
 
 
 def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
@@ -22,7 +21,7 @@ from cpu3d.inference.postprocessing import run_rules
 from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
-from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
+from cpu3d.report.folds import write_folds_report
 from cpu3d.report.status import set_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
@@ -389,28 +388,13 @@ def test_folds_of_all_patients_are_not_evaluated_but_their_scores_are_named(
     assert "evaluate" not in set_status(folder).advice
 
 
-def test_regions_that_a_case_lacks_have_a_mean_over_the_others(whole_folds):
-    path = scores_path(whole_folds / "fold-1", "val")
-    scores = json.loads(path.read_text())
-    scores["cases"][0]["regions"]["ET"].update(dice=0.0, empty="truth")
-    path.write_text(json.dumps(scores))
-    files = gather_folds(whole_folds)
-    (table,) = [table for table in results_tables(files) if "where present" in table.columns]
-    (row,) = [row for row in table.rows if row[0] == "ET, in 4 of 5"]
-    present = [
-        case["regions"]["ET"]["dice"]
-        for case in files.answers.scores["cases"]
-        if not case["regions"]["ET"]["empty"]
-    ]
-    assert row[table.columns.index("where present")] == f"{np.mean(present):.3f}"
-
-
 def test_a_case_that_networks_were_trained_on_is_noted_and_no_other(whole_folds, phantom_store):
     configs = [load_config(whole_folds / name) for name in ("fold-1", "fold-2")]
     known = held_out(whole_folds, 1)[0]
     untouched = phantom_store.manifest.split["test"][0]
     (note,) = seen_notes([known, untouched, "new"], configs)
-    assert f"a case {known} was trained on by 1 of 2 networks" in note
+    assert f" {known}:" in note
+    assert untouched not in note
 
 
 def test_commands_of_one_run_name_the_folds_instead(phantom_store, whole_folds, capsys):
