@@ -49,8 +49,8 @@ from models.strides import (
 def decide(
     store: Store, host: Host, chosen: Chosen, gpus: Sequence[Gpu], workers: int
 ) -> Tuple[RunConfig, Dict[str, str], Optional[Transfer]]:
-    """A new run, but for what follows from its length, and its memory policy; for some of its
-    settings, by name, a line that says why; and the weights that it starts from. Raises InputError
+    """Return a new run without its memory policy and without what follows from its length; a reason
+    for each setting that was decided; and the weights that it starts from. Raises InputError
     or ValueError for settings that do not suit the others."""
     settings = with_settings(recipe_settings(chosen), chosen)
     if not settings.is_patch and "patch" in chosen:

@@ -329,8 +329,8 @@ def smaller_grids(config: RunConfig, store: Store) -> List[Tuple[str, Shape3]]:
 
 
 def _extra_memory(config: RunConfig, store: Store, judged_shape: Optional[Shape3]) -> ExtraMemory:
-    """What a worker holds beside the last steps of a configuration: full ones, if it has coarse
-    ones before them."""
+    """Return the memory that a worker holds besides a step's: volumes of a validation, copies of
+    the variables, records of cases."""
     manifest = store.manifest
     whole: Optional[Shape3] = None
     if (config.is_patch or config.is_coarse) and manifest.split["val"]:

@@ -171,9 +171,9 @@ def _notes(plan: Plan) -> List[str]:
     config = plan.config
     manifest = plan.store.manifest
     notes = []
-    of_batch_norm = statistics_note(config.unet.norm, config.batch, config.micro)
-    if of_batch_norm:
-        notes.append(of_batch_norm)
+    batch_norm_note = statistics_note(config.unet.norm, config.batch, config.micro)
+    if batch_norm_note:
+        notes.append(batch_norm_note)
     pair = mirror_pair((*manifest.labels.values(), *manifest.regions))
     if pair and config.augment.flip:
         sides = " and ".join(pair)

@@ -496,10 +496,10 @@ def recipe_settings(chosen: Chosen) -> Settings:
     and store."""
     recipe = RECIPES[chosen.get("recipe") or DEFAULT_RECIPE]
     job = recipe.job
-    of_job = Settings(
+    job_settings = Settings(
         unet=job.unet, batch=job.batch, micro_batch=job.micro_batch, optimizer=job.optimizer
     )
-    return with_settings(of_job, recipe.settings)
+    return with_settings(job_settings, recipe.settings)
 
 
 def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
@@ -527,12 +527,12 @@ def with_settings(settings: S, chosen: Chosen) -> S:
     if chosen.get("augment"):
         augment = AUGMENTS[chosen["augment"]]
     augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, chosen))
-    of_network = _fields_of(Network, chosen)
-    if of_network.get("strides"):
-        of_network.setdefault("depth", len(of_network["strides"]) + 1)
-    if of_network.get("depth", settings.unet.depth) != settings.unet.depth:
-        of_network.setdefault("strides", ())  # those that there are are of another depth
-    unet = dataclasses.replace(settings.unet, **of_network)
+    network_settings = _fields_of(Network, chosen)
+    if network_settings.get("strides"):
+        network_settings.setdefault("depth", len(network_settings["strides"]) + 1)
+    if network_settings.get("depth", settings.unet.depth) != settings.unet.depth:
+        network_settings.setdefault("strides", ())  # those that there are are of another depth
+    unet = dataclasses.replace(settings.unet, **network_settings)
     own = _fields_of(Settings, chosen)
     if any(name in own for name in LENGTH):
         own = {"steps": 0, "budget_minutes": 0.0, **own}

@@ -40,7 +40,6 @@ from cpu3d.run.transfer import leak
 from cpu3d.settings import (
     SETTINGS,
     Chosen,
-    RunConfig,
     TrainOptions,
     as_options,
     chosen_again,
@@ -89,13 +88,13 @@ def train_folds(
         if not folder.is_dir():
             writable_folder(folder, "folder of --run")
             stack.enter_context(locked(folder, "folder of folds"))
-        save_folds(folder, folds_of(planned[0].plan, parts, chosen))
+        store = planned[0].plan.store.folder.resolve()
+        save_folds(folder, Folds(parts, str(store), chosen, fold_s(planned[0].plan)))
         words = as_options(chosen)
         if force:
             words.append("--force")
         if mlflow:
             words += ["--mlflow", mlflow]
-        store = planned[0].plan.store.folder.resolve()
         runs = [fold.planned_run(words) for fold in planned]
         failed = carry_out(runs, store, folder, lambda: publish_folds(folder))
         publish_folds(folder)
@@ -129,20 +128,14 @@ def publish_folds(folder: Path) -> None:
     """Decide post-processing on the cases that are scored; write their scores and the page."""
     answers = read_out_of_fold(folder)
     if answers:
-        cases = [evidence for of_fold in answers.evidence.values() for evidence in of_fold.values()]
+        cases = [
+            evidence
+            for fold_evidence in answers.evidence.values()
+            for evidence in fold_evidence.values()
+        ]
         choose_rules_of_folds(folder, cases)
         write_out_of_fold(folder, answers)
     write_folds_report(folder)
-
-
-def folds_of(plan: Plan, parts: int, chosen: Chosen) -> Folds:
-    """What `parts` folds have in common, by the plan of one."""
-    return Folds(
-        count=parts,
-        store=str(plan.store.folder.resolve()),
-        chosen=dict(chosen),
-        fold_s=fold_s(plan),
-    )
 
 
 def scoring_s(plan: Plan) -> Optional[float]:
@@ -158,9 +151,7 @@ def fold_s(plan: Plan) -> Optional[float]:
     decides, and scoring, with the starts of its processes; None if no step is predicted."""
     if plan.forecast is None:
         return None
-    forecast = plan.forecast
-    trained_s = forecast.training_s + forecast.validation_s + forecast.postprocessing_s
-    return trained_s + scoring_s(plan)
+    return plan.forecast.all_s + scoring_s(plan)
 
 
 OF_FOLD = ("fold", "spacing_mm", "oriented", "init_record")  # in which folds differ
@@ -262,9 +253,12 @@ def _plan(
     first = planned[0].plan.config
     for other in planned[1:]:
         own = {name: getattr(other.plan.config, name) for name in OF_FOLD}
-        problems = differences(replace(first, **own), other.plan.config) + _other_start(
-            first, other.plan.config
-        )
+        problems = differences(replace(first, **own), other.plan.config)
+        start = first.init_record
+        record = other.plan.config.init_record
+        if start and record and start.sha256 != record.sha256:  # the file has changed since
+            rule = f"init must hold weights of SHA-256 {start.sha256}, got {record.sha256}"
+            problems.append(f"{rule}; restore them, or choose another folder")
         raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.is_trained):
@@ -274,18 +268,6 @@ def _plan(
 
 def _host() -> Host:
     return host_share(read_host(), 1)
-
-
-def _other_start(first: RunConfig, other: RunConfig) -> List[str]:
-    """What is wrong if two folds start from different weights: their file has changed."""
-    if first.init_record is None or other.init_record is None:  # other settings, which are named
-        return []
-    wanted = first.init_record.sha256
-    got = other.init_record.sha256
-    if wanted == got:
-        return []
-    rule = f"init must hold weights of SHA-256 {wanted}, got {got}"
-    return [f"{rule}; restore them, or choose another folder"]
 
 
 def _problems_of_fold(fold: PlannedFold) -> Iterator[str]:

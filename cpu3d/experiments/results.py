@@ -17,7 +17,7 @@ import numpy as np
 
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.experiments.statistics import counts, paired_difference
+from cpu3d.experiments.statistics import is_significant, paired_difference
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.inference.scores_file import PREDICTIONS, UNTOUCHED, read_scores, scores_path, warning
 from cpu3d.pages.viewer import viewer
@@ -103,19 +103,19 @@ class Answer:
         names = self.scores["regions"] if region == MEAN else [region]
         values = {}
         for case in self.scores["cases"]:
-            of_regions = [case["regions"][name][metric] for name in names]
-            values[case["case_id"]] = statistics.fmean(of_regions)
+            region_scores = [case["regions"][name][metric] for name in names]
+            values[case["case_id"]] = statistics.fmean(region_scores)
         return values
 
     def costs(self, run: RunFiles) -> Dict[str, Optional[float]]:
         """The COSTS of one of its runs. None is not known."""
         known = vars(run.history.costs(run.config.coarse_steps))
-        of_scores = {
+        scored_costs = {
             "train_peak_bytes": known["peak_rss_bytes"],
             "case_predict_s": median(numbers(self.scores["cases"], "predict_s")),
             "predict_peak_bytes": self.scores.get("peak_rss_bytes"),
         }
-        return {name: {**known, **of_scores}[name] for name in COSTS}
+        return {name: {**known, **scored_costs}[name] for name in COSTS}
 
 
 def read_answer(variant: str, seed: int, folder: Path, split: str) -> Answer:
@@ -175,8 +175,8 @@ class Comparison:
         rows = []
         for answer in self.answers[variant]:
             if answer.seed in seeds:
-                of_case = answer.values(region, metric)
-                rows.append([of_case[case] for case in self.first.cases])
+                case_scores = answer.values(region, metric)
+                rows.append([case_scores[case] for case in self.first.cases])
         return np.array(rows)
 
     def to_json(self) -> Json:
@@ -188,11 +188,11 @@ class Comparison:
             costs: Dict[str, List[float]] = {name: [] for name in COSTS}
             for answer in own:
                 for run in answer.runs.values():
-                    of_run = answer.costs(run)
+                    run_costs = answer.costs(run)
                     rate = run.config.peak_rate
                     about = {"variant": variant, "seed": answer.seed, "fold": run.config.fold}
-                    runs.append({**about, "learning_rate": rate, **of_run})
-                    for name, value in of_run.items():
+                    runs.append({**about, "learning_rate": rate, **run_costs})
+                    for name, value in run_costs.items():
                         if value is not None:
                             costs[name].append(value)
             variants[variant] = {
@@ -220,9 +220,9 @@ class Comparison:
         }
 
     def _score(self, variant: str, region: str, metric: str) -> Json:
-        of_seeds = self.values(variant, region, metric).mean(1)
-        sd = float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None
-        return {"mean": float(of_seeds.mean()), "sd": sd}
+        seed_means = self.values(variant, region, metric).mean(1)
+        sd = float(seed_means.std(ddof=1)) if len(seed_means) > 1 else None
+        return {"mean": float(seed_means.mean()), "sd": sd}
 
     def _difference(self, variant: str, region: str, metric: str) -> Json:
         own = self.values(variant, region, metric, like=self.baseline)
@@ -357,7 +357,7 @@ def _differences_table(record: Json) -> Table:
                 if difference["interval"]:
                     low, high = difference["interval"]
                     text += f" ({low:+.{metric.digits}f} to {high:+.{metric.digits}f})"
-                if counts(difference):
+                if is_significant(difference):
                     text = Bold(text)
                 cases = " / ".join(str(difference[kind]) for kind in ("better", "worse", "equal"))
                 rows.append((region, variant, metric.labelled, text, cases))
@@ -374,7 +374,9 @@ def _costs_table(record: Json) -> Table:
         rates[run["variant"]][f"{run['learning_rate']:g}"] = None  # each once
     rows = [("learning rate", *map(", ".join, rates.values()))]
     for name, cost in COSTS.items():
-        values = [of_variant["costs"].get(name) for of_variant in record["variants"].values()]
+        values = [
+            variant_content["costs"].get(name) for variant_content in record["variants"].values()
+        ]
         if any(value is not None for value in values):
             cells = ["-" if value is None else cost.show(value) for value in values]
             rows.append((cost.label, *cells))

@@ -28,11 +28,11 @@ def paired_difference(
     seed."""
     difference = values - baseline
     seeds, cases = difference.shape
-    of_cases = difference.mean(0)
+    case_means = difference.mean(0)
     if not larger_is_better:
-        of_cases = -of_cases
-    better = int((of_cases > EQUAL).sum())
-    worse = int((of_cases < -EQUAL).sum())
+        case_means = -case_means
+    better = int((case_means > EQUAL).sum())
+    worse = int((case_means < -EQUAL).sum())
     return {
         "mean": float(difference.mean()),
         "interval": bootstrap_mean(difference),
@@ -45,7 +45,7 @@ def paired_difference(
     }
 
 
-def counts(difference: Mapping[str, Any]) -> bool:
+def is_significant(difference: Mapping[str, Any]) -> bool:
     """Return whether the interval leaves out 0 and the mean exceeds the "seed_bound"."""
     bound = difference["seed_bound"]
     if difference["interval"] is None or bound is None:
@@ -54,7 +54,7 @@ def counts(difference: Mapping[str, Any]) -> bool:
     return (low > 0 or high < 0) and abs(difference["mean"]) > bound
 
 
-def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
+def seed_bound(seed_means: Sequence[float]) -> Optional[float]:
     """Return the smallest significant mean of the seeds' differences, half of Student's 95 %
     interval; None for one seed.
 
@@ -62,10 +62,10 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
     """
     from scipy.special import stdtrit  # on use: importing this module stays cheap
 
-    n = len(of_seeds)
+    n = len(seed_means)
     if n < 2:
         return None
-    sd = np.std(of_seeds, ddof=1)
+    sd = np.std(seed_means, ddof=1)
     # Rounding alone makes equal differences differ by less than EQUAL, which is no deviation.
     if sd > EQUAL:
         return float(stdtrit(n - 1, 0.975) * sd / np.sqrt(n))
@@ -83,8 +83,8 @@ def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
     rng = np.random.default_rng(SEED)
     # A resample is known by how often each seed and case was drawn: its mean is a product of three
     # arrays.
-    of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=RESAMPLES) / seeds
-    of_cases = rng.multinomial(cases, np.full(cases, 1 / cases), size=RESAMPLES) / cases
-    means = ((of_seeds @ values) * of_cases).sum(1)
+    seed_weights = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=RESAMPLES) / seeds
+    case_weights = rng.multinomial(cases, np.full(cases, 1 / cases), size=RESAMPLES) / cases
+    means = ((seed_weights @ values) * case_weights).sum(1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)

@@ -251,12 +251,12 @@ def _hounsfield(
     values = list(HU_STEPS)
     shares = list(HU_STEPS.values())
     steps, packed = _packed(np.interp(volume, values, shares), (0, 1), np.nan, most_bytes)
-    of_steps = np.interp(np.linspace(0, 1, steps), shares, values)
+    step_values = np.interp(np.linspace(0, 1, steps), shares, values)
     window = list(HU_WINDOWS["abdomen"])
     if each.low is not None:
         window = [each.low, each.high]
     about = {"low": values[0], "high": values[-1], "levels": steps, "window": window, "unit": "HU"}
-    more = {"values": np.round(of_steps, 1).tolist(), "windows": HU_WINDOWS}
+    more = {"values": np.round(step_values, 1).tolist(), "windows": HU_WINDOWS}
     return {**about, **more}, packed
 
 

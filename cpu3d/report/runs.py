@@ -140,7 +140,7 @@ def current_scores(
     return None, note
 
 
-def of_each_kind(runs: Mapping[str, RunFiles]) -> Dict[str, RunFiles]:
+def first_of_each_kind(runs: Mapping[str, RunFiles]) -> Dict[str, RunFiles]:
     """The first run of each kind, by its name; one without a kind is a kind of its own."""
     first: Dict[str, RunFiles] = {}
     for name, run in runs.items():
@@ -152,7 +152,7 @@ def facts(runs: Mapping[str, RunFiles]) -> List[Tuple[str, str]]:
     """Name and value of what distinguishes the runs; where they differ, each value with the runs
     that have it. "-" stands for what is logged alone, in a run that was not started."""
     runs_with: Dict[str, Dict[str, List[str]]] = {}  # name -> value -> runs
-    for name, run in of_each_kind(runs).items():
+    for name, run in first_of_each_kind(runs).items():
         for fact, value in _described(run.config, run.last_start):
             runs_with.setdefault(fact, {}).setdefault(value, []).append(name)
     rows = []
@@ -198,7 +198,7 @@ def runs_table(
 
 def settings(runs: Mapping[str, RunFiles]) -> List[Element]:
     """The settings that differ, a column a run or a kind of runs, and all of the first one."""
-    runs = of_each_kind(runs)
+    runs = first_of_each_kind(runs)
     columns = [dict(flat(run.config.to_json())) for run in runs.values()]
     rows = []
     for name in sorted(set().union(*columns)):
@@ -240,7 +240,7 @@ CURVES = (
 
 def curves(runs: Mapping[str, RunFiles]) -> Figures:
     """How the runs have learnt, a chart for each number and a line for each run."""
-    colours = dict(zip(of_each_kind(runs), itertools.cycle(PALETTE)))
+    colours = dict(zip(first_of_each_kind(runs), itertools.cycle(PALETTE)))
     charts: Dict[Tuple[str, str], List[Line]] = {}
     for name, run in runs.items():
         kind = run.kind or name

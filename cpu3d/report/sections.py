@@ -48,7 +48,7 @@ def shown_cases(
     ids = list(scores)
     for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
         notes.setdefault(ids[place], []).append(note)
-    for case_id, of_case in notes.items():
+    for case_id, case_notes in notes.items():
         try:
             record = store.case(case_id)
             image = store.image(case_id)
@@ -73,7 +73,7 @@ def shown_cases(
                 ignore=store.manifest.ignore,
                 truth=truth,
                 predictions=answers,
-                note=" and ".join(of_case) if len(ids) > 1 else "",
+                note=" and ".join(case_notes) if len(ids) > 1 else "",
                 scores=scores[case_id],
                 normalisation=store.manifest.normalisation,
             )

@@ -406,15 +406,6 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     assert of_shape["job"]["shape"] == list(plan.config.grid)
 
 
-@pytest.mark.parametrize(("calibration", "dtype"), [("amx", "bfloat16"), ("avx2", "float32")])
-def test_the_dtype_of_a_store_s_job_is_what_train_takes_on_that_host(
-    phantom_store, capsys, calibration, dtype
-):
-    ask = f"--store {phantom_store.folder} --threads 2 --host-memory 8GiB --json"
-    assert estimator.main([*ask.split(), "--calibration", calibration]) == 0
-    assert json.loads(capsys.readouterr().out)["job"]["unet"]["dtype"] == dtype
-
-
 @pytest.mark.slow  # a process of its own
 @pytest.mark.parametrize(("policy", "step"), [("lean", -1), ("speed", 0)])
 def test_the_memory_of_thick_slices_is_what_is_predicted(phantom_store, tmp_path, policy, step):

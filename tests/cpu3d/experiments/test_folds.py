@@ -4,9 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,6 @@ from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training.train import train
-from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.lock import locked
 from tests.cpu3d.experiments.conftest import SETTINGS, carried_out_here
 from tests.cpu3d.runs import (
@@ -413,31 +409,3 @@ def test_workers_of_folds_are_refused(phantom_store, whole_folds, tmp_path, caps
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     with pytest.raises(InputError, match="got one of 2 workers"):
         train_folds(phantom_store.folder, tmp_path / "folds", 2)
-
-
-@pytest.mark.slow
-def test_folds_that_are_killed_twice_end_with_the_same_bits(phantom_store, tmp_path):
-    words = f"train --store {phantom_store.folder} --folds 2 --filters 4 --depth 3 --dtype float32"
-    words += " --steps 4 --validations 1 --curriculum off --save-minutes 0 --run"
-
-    def begin(folder):
-        command = [*PROGRAM, *words.split(), str(folder)]
-        return subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, stderr=subprocess.STDOUT)
-
-    whole = tmp_path / "whole"
-    assert begin(whole).wait() == 0
-    cut = tmp_path / "cut"
-    for name in ("fold-1", "fold-2"):
-        process = begin(cut)
-        end = time.monotonic() + 300
-        first = cut / name / "checkpoints" / "step-00000001.npz"
-        while not first.exists() and process.poll() is None:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        process.kill()
-        process.wait()
-    assert begin(cut).wait() == 0
-    for name in ("fold-1", "fold-2"):
-        assert_same_run(cut / name, whole / name, keep=3)
-    both = [read_scores(scores_path(each, "val")) for each in (cut, whole)]
-    assert both[0]["summary"] == both[1]["summary"]

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from cpu3d.experiments.statistics import bootstrap_mean, counts, paired_difference, seed_bound
+from cpu3d.experiments.statistics import (
+    bootstrap_mean,
+    is_significant,
+    paired_difference,
+    seed_bound,
+)
 
 BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases; exact in binary
 
@@ -13,7 +18,7 @@ def test_a_constant_shift_is_that_difference_with_an_interval_of_no_width():
     assert (result["mean"], result["interval"]) == (-0.125, (-0.125, -0.125))
     assert (result["better"], result["worse"], result["equal"]) == (0, 3, 0)
     assert (result["seeds"], result["cases"]) == (2, 3)
-    assert counts(result)
+    assert is_significant(result)
 
 
 def test_cases_are_judged_by_the_mean_over_their_seeds_and_shorter_distances_are_better():
@@ -54,6 +59,6 @@ def test_a_difference_that_seeds_alone_may_make_does_not_count():
     differences = np.array([[0.1], [0.2], [0.6]]) + np.zeros((1, 4))
     result = paired_difference(differences, np.zeros((3, 4)))
     assert result["interval"][0] > 0
-    assert not counts(result)
-    assert counts(paired_difference(differences + 1, np.zeros((3, 4))))
-    assert not counts(paired_difference(differences[2:], np.zeros((1, 4)))), "a single seed"
+    assert not is_significant(result)
+    assert is_significant(paired_difference(differences + 1, np.zeros((3, 4))))
+    assert not is_significant(paired_difference(differences[2:], np.zeros((1, 4)))), "a single seed"

@@ -267,14 +267,6 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
     assert ("disk full" in printed(done)) == (stopped == FAILED)
 
 
-def test_a_run_that_decides_its_post_processing_runs(run):
-    save_config(RunConfig(steps=120), run)
-    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
-    write_heartbeat(run, beat(step=120, steps=120, phase="deciding post-processing"))
-    status = run_status(run)
-    assert (status.state, status.steps_left, status.seconds_left) == ("running", 0, None)
-
-
 def test_a_run_that_has_just_begun(run):
     shutil.rmtree(run / "checkpoints")
     (run / "log.jsonl").unlink()
