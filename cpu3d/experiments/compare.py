@@ -12,7 +12,7 @@ times). The first variant is the baseline: every other variant is compared with 
 seed by seed. Options of `train` outside the quotes are for all variants, options inside the quotes
 are for that variant.
 
-The best weights are scored on the untouched cases of --split. With --folds all folds are trained,
+The best weights are scored on the test cases. With --folds all folds are trained,
 and each case is scored by the fold that held it out, with its last weights and without
 post-processing.
 
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Tuple
 
-from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.experiments.folds import publish_folds
@@ -47,12 +46,11 @@ from cpu3d.experiments.variants import (
 )
 from cpu3d.inference.out_of_fold import SPLIT
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.inference.scores_file import UNTOUCHED, warning
+from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.run.folds import COMPARISON, SCHEMA, Folds, fold_folder, save_folds
 from cpu3d.settings import SETTINGS, as_options, recipe_settings
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.lock import locked
-from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
@@ -85,10 +83,6 @@ class Options:
         None, "train all K folds of each, and score each case by the fold that held it out", "K",
         at_least=2,
     )  # fmt: skip
-    split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
-    tolerance: float = option(
-        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0
-    )
     record: Optional[Path] = option(
         None, help="append the result to this .jsonl file", metavar="FILE"
     )
@@ -120,9 +114,10 @@ class SavedComparison:
 def run(options: Options, settings: Json) -> int:
     """Carry out `compare`."""
     raise_if_any(_problems(options, settings))
-    if options.split != UNTOUCHED:
-        say(f"warning: {warning(options.split)}")
     store = open_store(options.store)
+    if not (options.folds or store.manifest.split[UNTOUCHED]):
+        todo = "give --folds, or prepare with another --split"
+        raise InputError(f"--store must hold test cases, got none; {todo}")
     store.check(record for split in store.manifest.split for record in store.cases(split))
     saved, budget = _saved_comparison(options, settings, store)
     new_console().print(_plan_table(saved.plan, options, budget))
@@ -167,10 +162,6 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
     for name, values in (("seeds", options.seeds), ("variant", names)):
         if len(set(values)) < len(values):
             yield f"--{name} must differ, got {listed(values)}; leave one out"
-    if options.folds and (options.split, options.tolerance) != (UNTOUCHED, TOLERANCE_MM):
-        got = f"--split {options.split} --tolerance {options.tolerance:g}"
-        todo = f"held-out cases are scored, at {TOLERANCE_MM:g} mm; leave them out"
-        yield f"--folds must come without --split and --tolerance, got {got}; {todo}"
     if epochs and options.minutes:
         got = f"got {epochs} and {options.minutes:g}"
         yield f"--epochs and --minutes must be one budget, {got}; leave one out"
@@ -199,8 +190,6 @@ def _saved_comparison(
         "variants": variants,
         "split_hash": store.manifest.split_hash,
         "folds": options.folds,
-        "split": options.split,
-        "tolerance_mm": options.tolerance,
         "validations": validations,
         "budget": dataclasses.asdict(budget),
     }
@@ -223,7 +212,7 @@ def _saved_comparison(
         rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
         raise InputError(f"{rule}, got {got}; choose another")
     plan = planned_variants(variants, store, folds, budget, validations, force=options.force)
-    split = SPLIT if options.folds else options.split
+    split = SPLIT if options.folds else UNTOUCHED
     return SavedComparison(asked, plan, "", split, {}), budget.words(baseline)
 
 
@@ -241,8 +230,6 @@ def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) 
             folder=folder,
             options=tuple(words),
             steps=variant.steps or 0,
-            split=options.split,
-            tolerance_mm=options.tolerance,
         )
         if fold:
             run = dataclasses.replace(
@@ -287,8 +274,8 @@ def _publish(
         "seeds": list(options.seeds),
         "folds": options.folds,
         "evaluation": {
-            "split": SPLIT if options.folds else options.split,
-            "tolerance_mm": options.tolerance,
+            "split": SPLIT if options.folds else UNTOUCHED,
+            "tolerance_mm": TOLERANCE_MM,
         },
         "options": {variant.name: shlex.join(as_options(variant.settings)) for variant in plan},
     }

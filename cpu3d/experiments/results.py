@@ -19,7 +19,7 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.experiments.statistics import is_significant, paired_difference
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.inference.scores_file import PREDICTIONS, UNTOUCHED, read_scores, scores_path, warning
+from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, strips
 from cpu3d.report.runs import Page, RunFiles, read_run, runs_table
@@ -257,7 +257,6 @@ def publish(
         *(("left out", line) for line in content["failed"]),
     ]
     tables = results_tables(content)
-    held_out = any(run.config.fold for run in runs.values())
     page = Page(
         title=content["title"],
         command="./run.sh compare",
@@ -268,7 +267,6 @@ def publish(
         scores=[*tables[:-1], _strips(comparison)],
         cases=[_cases(comparison, store)],
         costs=tables[-1:],
-        alert="" if split == UNTOUCHED or held_out else warning(split),
     )
     page.write(out / "report.html")
     if record:

@@ -54,9 +54,9 @@ class PlannedRun:
     folder: Path
     options: Tuple[str, ...]  # of `train`, but for its folders
     steps: int = 0  # 0 while a budget of minutes has not decided them
-    is_fold: bool = False  # scored on the cases that it holds out, by its last weights
-    split: str = UNTOUCHED  # else the cases that its best weights and its rules are scored on
-    tolerance_mm: float = TOLERANCE_MM
+    is_fold: bool = False
+    """Scored on the cases that it holds out, by its last weights; else on the test cases, by its
+    best weights and its rules."""
     again: bool = False  # whether it is tried again though it has diverged
 
     @property
@@ -78,7 +78,7 @@ class PlannedRun:
         if self.is_fold:
             return is_scored(self.folder)
         rules = postprocessing_of(self.folder, load_config(self.folder))
-        return not outdated_scores(self.folder, self.split, self.tolerance_mm, postprocessing=rules)
+        return not outdated_scores(self.folder, UNTOUCHED, TOLERANCE_MM, postprocessing=rules)
 
     @property
     def is_done(self) -> bool:
@@ -105,11 +105,9 @@ class PlannedRun:
         """Have its cases scored. Raises as `call`."""
         if self.is_scored:
             return
-        options: Sequence[str] = ("--split", self.split)
+        command = ["evaluate", "--run", str(self.folder), "--store", str(store)]
         if self.is_fold:
-            options = EVALUATION
-        command = ["evaluate", "--run", str(self.folder), "--store", str(store), *options]
-        command += ["--tolerance", repr(self.tolerance_mm)]
+            command += EVALUATION
         call(command, log, f"{self.name}: evaluate")
 
 

@@ -548,11 +548,14 @@ def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tm
 
 
 def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
-    whole, patch = (decided(phantom_store, tmp_path, **SMALL, **more) for more in ({}, PATCH))
+    patches = {"mode": "patch", "patch": [16, 16, 32]}
+    whole, patch = (decided(phantom_store, tmp_path, **SMALL, **more) for more in ({}, patches))
     changed = {name for name, value in vars(whole).items() if value != getattr(patch, name)}
     assert changed == {"mode", "grid", "patches_per_case"}
     grid = grid_size(phantom_store, extent="brain", multiple=4)
-    assert patch.patches_per_case == round(math.prod(grid) / 16**3), "an epoch sees as much"
+    assert patch.patches_per_case == round(math.prod(grid) / (16 * 16 * 32)) == 3, (
+        "an epoch sees as much"
+    )
 
 
 def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store, tmp_path):

@@ -90,6 +90,8 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, commands, chosen, ou
     assert line == "patch, seed 0, is left out: train diverged."
     assert line in capsys.readouterr().err
     assert results(out)["variants"]["patch"]["seeds"] == [1]
+    difference = results(out)["differences"]["patch"]["ET"]["dice"]
+    assert difference["seeds"] == 1, "only a seed that both have is paired"
 
 
 def test_a_dry_run_writes_nothing_and_a_damaged_case_is_named_before_anything_is_trained(
@@ -153,7 +155,6 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
         (["--seeds", "1", "1"], "--seeds"),
         ([*VARIANTS, *VARIANTS], "--variant"),
         (["--epochs", "3", "--minutes", "10"], "--epochs"),
-        (["--folds", "2", "--split", "val"], "--folds"),
     ],
 )
 def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, name):

@@ -93,7 +93,7 @@ def test_variants_have_the_network_of_the_first_unless_they_choose_another(phant
     patch = {**SMALL, "mode": "patch", "patch": [16, 16, 8]}  # by itself 2,2,1 would be the second
     variants = {
         "whole": SMALL,
-        "patch": {name: value for name, value in patch.items() if name != "depth"},
+        "patch": patch,
         "own": {**patch, "strides": own},
     }
     planned = courses(store, variants)

@@ -62,6 +62,8 @@ def relog(run, *events, start=None, **settings):
 
 
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
+    evaluated["cases"][0]["mean_dice"] -= 0.1
+    write_json(scores_path(tiny_run, "test"), evaluated)
     page, text = read(write_report(tiny_run))
     for part in (evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "2.15.1", "3.00 GiB"):
         assert part in text
@@ -69,6 +71,7 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     shown = shown_cases(tiny_run / "report.html")
     assert [case["note"] for case in shown] == ["best", "median and worst"]
     assert all(case["truth"] and len(case["predictions"]) == 1 for case in shown)
+    assert [case["name"] for case in shown] == ["f", "e"]
     dice = {case["case_id"]: case["regions"]["WT"]["dice"] for case in evaluated["cases"]}
     assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in shown)
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
@@ -171,6 +174,20 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
     text = relog(tiny_run, again)
     for part in ("not ended yet", "5.00 GiB", "made up", "another", "policy lean", "2 at a time"):
         assert part in text
+
+
+def test_the_dice_of_a_validation_is_drawn_over_the_seconds_of_all_steps_before_it(
+    tiny_run, no_pictures, monkeypatch
+):
+    drawn = {}
+
+    def chart(lines, *, x_label, **options):
+        drawn[x_label] = list(lines[0].x)
+        return b"PNG"
+
+    monkeypatch.setattr("cpu3d.report.runs.chart", chart)
+    write_report(tiny_run)
+    assert drawn["seconds of steps"] == [20 * 2.0, 40 * 2.0]
 
 
 def test_a_run_that_has_diverged_says_why(tiny_run, no_pictures):
