@@ -1,9 +1,7 @@
-"""Train whole-volume and patch runs, or any variants, under one budget and compare them.
+"""Train variants, such as whole volumes and patches, under one budget and compare them.
 
-    ./run.sh compare --store store --out comparison
-    ./run.sh compare --store store --out comparison --epochs 30 --filters 8 --dry-run
     ./run.sh compare --store store --out sizes --epochs 20 --variant whole "--mode whole" \\
-        --variant patch-64 "--mode patch --patch 64 64 64" --variant wide "--filters 32"
+        --variant patch-64 "--mode patch --patch 64 64 64" --variant wide "--filters 32" --dry-run
     ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
         --variant turned "--augment nnunet"
 
@@ -41,7 +39,6 @@ from cpu3d.experiments.variants import (
     parse_variant,
     planned_variants,
     refuse_settings,
-    usual_variants,
     without,
 )
 from cpu3d.inference.out_of_fold import SPLIT
@@ -67,9 +64,7 @@ class Options:
     out: Path = option(help="folder to write; an existing comparison is continued", metavar="DIR")
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
     variant: Tuple[Tuple[str, str], ...] = option(
-        (),
-        help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; repeat for each '
-        "(default: whole volumes, and patches of half their size)",
+        help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; repeat for each',
         metavar=("NAME", "OPTIONS"),
         repeat=True,
     )
@@ -178,8 +173,6 @@ def _saved_comparison(
     common = without(settings, ("epochs", "validations"))
     variants = {name: parse_variant(name, words, common) for name, words in options.variant}
     folds = options.names_of_folds
-    if not variants:
-        variants = usual_variants(common, store, folds[0], force=options.force)
     baseline = next(iter(variants))
     epochs = settings.get("epochs", recipe_settings(variants[baseline]).epochs)
     budget = Budget("epochs", epochs)

@@ -23,7 +23,6 @@ from cpu3d.settings import SETTINGS, RunConfig, located, recipe_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.host import read_host
-from memory_estimator.planner import BOTTOM
 
 Json = Dict[str, Any]
 
@@ -86,27 +85,6 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     if together.get("mode", recipe_settings(together).mode) == "whole":
         return {**without(common, ("patch",)), **own}
     return together
-
-
-def usual_variants(
-    common: Json, store: Store, fold: str, *, force: bool = False
-) -> Dict[str, Json]:
-    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each
-    axis, down to what the network takes and no less than it learns from. Raises InputError for a
-    common mode, as each variant has its own."""
-    if "mode" in common:
-        rule = f"--mode must be left to the variants, got {common['mode']}"
-        raise InputError(f"{rule}; leave it out to train both modes")
-    whole = {**without(common, ("patch",)), "mode": "whole"}
-    patch = {**common, "mode": "patch"}
-    if "patch" in common:
-        return {"whole": whole, "patch": patch}
-    config = _plan(store, whole, fold, force=force).config
-    patch["patch"] = []
-    for n, divisor in zip(config.grid, config.unet.divisors):
-        half = n // (2 * divisor) * divisor
-        patch["patch"].append(min(n, max(half, BOTTOM * divisor)))
-    return {"whole": whole, "patch-half": patch}
 
 
 def planned_variants(

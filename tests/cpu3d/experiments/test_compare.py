@@ -97,9 +97,9 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, commands, chosen, ou
 def test_a_dry_run_writes_nothing_and_a_damaged_case_is_named_before_anything_is_trained(
     commands, tiny_store, out, capsys
 ):
-    words = ["--store", tiny_store.folder, "--out", out, *SMALL]
+    words = ["--store", tiny_store.folder, "--out", out, *SMALL, *WHOLE]
     assert compare(*words, "--dry-run") == 0
-    assert "patch-half" in capsys.readouterr().out
+    assert "whole" in capsys.readouterr().out
     os.truncate(next((tiny_store.folder / "cases").glob("e.x.*")), 100)
     with pytest.raises(InputError, match=r"e\.x\.npy must be \d+ bytes long, got 100"):
         compare(*words)
@@ -153,13 +153,13 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     ("options", "name"),
     [
         (["--seeds", "1", "1"], "--seeds"),
-        ([*VARIANTS, *VARIANTS], "--variant"),
+        (WHOLE, "--variant"),
         (["--epochs", "3", "--minutes", "10"], "--epochs"),
     ],
 )
 def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, name):
     with pytest.raises(InputError, match=f"^{name} "):
-        compare("--out", out, "--store", "s", *options)
+        compare("--out", out, "--store", "s", *WHOLE, *options)
 
 
 def test_bad_variants_are_named_all_at_once(phantom_store, out):

@@ -10,7 +10,6 @@ from cpu3d.experiments.variants import (
     Budget,
     parse_variant,
     planned_variants,
-    usual_variants,
 )
 from tests.cpu3d.runs import decided, of_voxels, written_weights
 
@@ -46,18 +45,6 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
 def test_what_a_variant_may_not_be_is_refused_with_its_name(name, options, words):
     with pytest.raises(InputError, match=words):
         parse_variant(name, options, {})
-
-
-@pytest.mark.parametrize(("own", "name"), [({"patch": [16, 8, 16]}, "patch"), ({}, "patch-half")])
-def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(
-    phantom_store, own, name, tmp_path
-):
-    variants = usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store, "")
-    planned = courses(phantom_store, variants)
-    assert list(planned) == ["whole", name]
-    grid = decided(phantom_store, tmp_path, **planned["whole"].settings).grid
-    expected = own.get("patch", [max(n // 8 * 4, 8) for n in grid])
-    assert planned[name].settings["patch"] == tuple(expected)
 
 
 def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_settings(
