@@ -30,7 +30,7 @@ from cpu3d.run.heartbeat import (
     read_heartbeats,
 )
 from cpu3d.run.log import FINISHED, read_events
-from cpu3d.run.summary import RECENT, History, known, median
+from cpu3d.run.summary import RECENT, History, known
 from cpu3d.settings import RunConfig
 from memory_estimator.common.units import format_seconds
 
@@ -58,13 +58,13 @@ class RunStatus:
 
     folder: str
     state: str  # that of its worst worker; "finished" and UNDECIDED are of the run itself
-    details: Tuple[str, ...]  # on states that need attention, a sentence each
+    detail: str  # more on a state that needs attention
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
     workers: Tuple[WorkerStatus, ...]
     step: int
     steps: Optional[int]
-    step_s: Optional[float]  # median of the recent ones
+    step_s: Optional[float]  # median of the recent ones on its grid
     # From `step`, or from the checkpoint if the run has to be continued; None if not known.
     steps_left: Optional[int]
     seconds_left: Optional[float]  # of these, validations and saves included
@@ -76,12 +76,11 @@ class RunStatus:
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
-def run_status(run: Path, now: Optional[float] = None, *, is_fold: bool = False) -> RunStatus:
+def run_status(run: Path, *, is_fold: bool = False) -> RunStatus:
     """Look at a run; a fold needs no post-processing of its own, as the folds decide it together.
     Raises InputError for a folder without config.json and heartbeat, or with a damaged config."""
     run = Path(run)
-    if now is None:
-        now = time.time()
+    now = time.time()
     heartbeats = read_heartbeats(run)
     config = None
     if not heartbeats or (run / "config.json").is_file():
@@ -102,26 +101,23 @@ def run_status(run: Path, now: Optional[float] = None, *, is_fold: bool = False)
     steps_left = None
     if steps and worst.state not in ("finished", UNDECIDED):
         steps_left = max(steps - begin, 0)
-    details = [worst.detail] if worst.detail else []
+    detail = worst.detail
     beat = worst.heartbeat
     if undecided and beat and beat.reason not in ("", FINISHED):
-        details.append(beat.reason)  # why the chief, at a good end, could not decide
+        detail += f": {beat.reason}"  # why the chief, at a good end, could not decide
     recent = history.steps.events[-RECENT:]
-    # The time of a step is that of the steps on the last one's grid, but for those that compile.
-    on_grid = [event for event in recent if event.get("voxels") == recent[-1].get("voxels")]
-    timed = [event for event in on_grid if "step_s" in event and not event["compiles"]]
     losses = [event["loss"] for event in recent if "loss" in event]
     dice = {region: known(each[-RECENT:]) for region, each in history.steps.dice.items()}
     return RunStatus(
         folder=str(run),
         state=worst.state,
-        details=tuple(details),
+        detail=detail,
         advice=_advice(run, config, worst, checkpoint),
         is_fine=worst.state in FINE,
         workers=tuple(workers),
         step=step,
         steps=steps,
-        step_s=median([event["step_s"] for event in timed]),
+        step_s=history.pace.step_s(step),
         steps_left=steps_left,
         seconds_left=history.pace.seconds_left(begin, steps) if steps_left else None,
         loss=statistics.fmean(losses) if losses else None,

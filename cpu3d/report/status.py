@@ -77,7 +77,8 @@ def describe(status: RunStatus) -> Group:
     do."""
     lines = _progress(status)
     lines += [("plan", reason) for reason in status.reasons]
-    lines += [("note" if status.is_fine else "why", detail) for detail in status.details]
+    if status.detail:
+        lines.append(("note" if status.is_fine else "why", status.detail))
     if status.steps_left and not status.is_fine:
         begin = status.steps - status.steps_left
         text = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
@@ -127,12 +128,10 @@ class SetStatus:
     seconds_left: Optional[float]  # in all; None if it has finished, or that is not known
 
 
-def set_status(folder: Path, now: Optional[float] = None) -> SetStatus:
+def set_status(folder: Path) -> SetStatus:
     """Look at a folder of folds, or of a comparison. Raises InputError for one that is none, or is
     damaged."""
     folder = Path(folder)
-    if now is None:
-        now = time.time()
     run_set = read_run_set(folder)
     if run_set is None:
         rule = f"folder {folder} must be one of `train --folds` or `compare`, got another"
@@ -142,9 +141,9 @@ def set_status(folder: Path, now: Optional[float] = None) -> SetStatus:
     usual_s = run_set.run_s
     if finished:
         usual_s = median(numbers(finished, "seconds"))
-    parts = [_part_status(name, run_set, usual_s, now) for name in run_set.runs]
+    parts = [_part_status(name, run_set, usual_s) for name in run_set.runs]
     lacking = [part.name for part in parts if part.state != "scored"]
-    workers = workers_of(folder, read_heartbeats(folder), now)
+    workers = workers_of(folder, read_heartbeats(folder), time.time())
     worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
     if not lacking and worker.state in IDLE:
         worker = replace(worker, state="finished", detail="")
@@ -204,12 +203,12 @@ def describe_set(status: SetStatus) -> Group:
 # --- Private helpers ---
 
 
-def _part_status(name: str, run_set: RunSet, usual_s: Optional[float], now: float) -> PartStatus:
+def _part_status(name: str, run_set: RunSet, usual_s: Optional[float]) -> PartStatus:
     """The state of a run of several; of one whose pace is not known `usual_s` seconds are left."""
     run = run_set.runs[name]
     if not ((run / "config.json").is_file() or read_heartbeats(run)):
         return PartStatus(name, str(run), "waiting", 0, None, None, usual_s)
-    status = run_status(run, now, is_fold=run_set.is_out_of_fold)
+    status = run_status(run, is_fold=run_set.is_out_of_fold)
     steps = (status.step, status.steps)
     if status.state != "finished":
         left_s = usual_s if status.seconds_left is None else status.seconds_left
