@@ -12,7 +12,6 @@ from typing import Dict, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
-from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, check_names, grid_size
@@ -25,10 +24,10 @@ from cpu3d.settings import (
     Chosen,
     RunConfig,
     Settings,
-    StoreFacts,
     recipe_settings,
     with_settings,
 )
+from cpu3d.store_facts import store_facts
 from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
@@ -38,7 +37,6 @@ from models.config import UNetConfig
 from models.strides import (
     Strides,
     coarse_grid,
-    common_spacing,
     depth_line,
     network_grid,
     shape3,
@@ -99,32 +97,6 @@ def decide(
         transfer = open_transfer(config)
         config = dataclasses.replace(config, init_record=transfer.record)
     return config, reasons, transfer
-
-
-def store_facts(store: Store) -> StoreFacts:
-    """What a run knows of its store, as its fold sees it. Raises InputError if no case is to be
-    trained on."""
-    manifest = store.manifest
-    if not manifest.split["train"]:
-        rule = f"split train of {store.folder} must hold cases"
-        raise InputError(f"{rule}, got none; prepare with another --split")
-    spacings = []
-    placed = set()
-    for record in store.cases("train"):
-        spacings.append(record.spacing_mm)
-        placed.add(is_placed(record.geometry))
-    return StoreFacts(
-        store=str(store.folder.resolve()),
-        store_channels=manifest.channels,
-        label_names=manifest.labels,
-        region_codes=manifest.regions,
-        paint=manifest.paint,
-        split_hash=manifest.split_hash,
-        spacing_mm=common_spacing(spacings),
-        target_spacing_mm=manifest.target_spacing_mm,
-        oriented=placed.pop() if len(placed) == 1 else None,
-        normalisation=manifest.normalisation,
-    )
 
 
 def _levels(

@@ -18,7 +18,7 @@ from cpu3d.data.fold import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, grid_size, open_store
 from cpu3d.data.windows import window_count
-from cpu3d.decisions import check_device, decide, job_of, micro_batch_of, store_facts, volume_shape
+from cpu3d.decisions import check_device, decide, job_of, micro_batch_of, volume_shape
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
@@ -38,6 +38,7 @@ from cpu3d.settings import (
     recipe_settings,
     with_settings,
 )
+from cpu3d.store_facts import store_facts
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy

@@ -18,14 +18,13 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Dict, List, Mapping, Optional, Tuple, TypeVar
 
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.augment import AUGMENTS, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.manifest import Code
-from cpu3d.data.normalise import Normalisation
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
+from cpu3d.store_facts import StoreFacts
 from memory_estimator.common.schema import check, option, to_command_line
 from memory_estimator.job import (
     AUTO,
@@ -62,56 +61,11 @@ LEAST_CASES = 2  # that must have a region before post-processing removes anythi
 
 NO_GRID = (0, 0, 0)  # the coarse grid of a run without coarse steps
 
-AUGMENTS = {
-    "off": NO_AUGMENT,
-    "light": AugmentConfig(),
-    "nnunet": AugmentConfig(
-        rotation_deg=30.0,
-        scaling=0.4,
-        contrast=0.25,
-        gamma=0.5,
-        noise=0.1,
-        blur=1.0,
-        low_resolution=0.5,
-    ),
-}
-"""--augment -> its strengths: flips, gain and offset alone, or with nnU-Net's (Isensee et al. 2021)
-too."""
-
 _data = functools.partial(option, group="data")
 _patches = functools.partial(option, group="patches")
 _training = functools.partial(option, group="training")
 
 _RATES = ", ".join(f"{name} {o.learning_rate:g}" for name, o in OPTIMIZERS.items())
-
-
-@dataclass(frozen=True)
-class StoreFacts:
-    """What a run knows of its store."""
-
-    store: str = ""  # its folder
-    store_channels: Tuple[str, ...] = ()  # all of the store: an image to predict on must have them
-    label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
-    # region -> label codes of the store
-    region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)
-    paint: Tuple[Tuple[str, Code], ...] = ()  # as of the store's manifest
-    split_hash: str = ""  # of the store the run was started on: a run never moves to another split
-    spacing_mm: Optional[Tuple[float, float, float]] = None
-    """Along R, A, S: the median of the training cases on each axis."""
-    target_spacing_mm: Optional[Tuple[float, float, float]] = None
-    """Along R, A, S: what the store's cases and images to predict on are resampled to; None if they
-    are seen as they are."""
-    oriented: Optional[bool] = None
-    """Whether the training cases' files gave the patient's orientation; None if only some did."""
-    normalisation: Tuple[Normalisation, ...] = ()
-    """Of each channel of the store; empty if all are normalised over the foreground."""
-
-    def normalisation_of(self, channels: Sequence[str]) -> Tuple[Normalisation, ...]:
-        """That of some of the store's channels, by name."""
-        if not self.normalisation:
-            return ()
-        own = dict(zip(self.store_channels, self.normalisation))
-        return tuple(own[name] for name in channels)
 
 
 @dataclass(frozen=True)
@@ -468,11 +422,6 @@ TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch`
 
 LENGTH = ("epochs", "steps", "budget_minutes")  # of which a later call replaces all
 S = TypeVar("S", bound=Settings)
-
-
-def left_open(value: Optional[str]) -> Optional[str]:
-    """`value`, or None if it is AUTO."""
-    return None if value == AUTO else value
 
 
 def located(chosen: Chosen) -> Dict[str, Any]:

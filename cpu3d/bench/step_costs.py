@@ -29,7 +29,7 @@ from cpu3d.bench.harness import (
 from cpu3d.decisions import job_of
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.run.summary import median, numbers
-from cpu3d.settings import AUTO, RunConfig, left_open
+from cpu3d.settings import AUTO, RunConfig
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
@@ -88,7 +88,9 @@ def requested(chosen: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
         engine = job.engine
     else:
         job = valid(job_from, arguments, Job(UNetConfig(dtype=read_host().best_dtype)))
-        engine = left_open(chosen.get("engine", AUTO))
+        engine = chosen.get("engine")
+        if engine == AUTO:
+            engine = None
     note = padding_note(arguments, job, source)
     if note:
         from cpu3d.util.progress import say  # not into the memory of a measuring process

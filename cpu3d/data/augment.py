@@ -40,7 +40,7 @@ class AugmentConfig:
         True, "no mirroring, for data whose left and right differ", group="augmentation"
     )
     """Mirror along each of `mirrored_axes` with probability 1/2."""
-    # --- Strengths; `cpu3d.settings.AUGMENTS` has them by name ---
+    # --- Strengths; AUGMENTS has them by name ---
     gain: float = 0.1  # brightness: each channel, normalised, times up to 1 +- this
     offset: float = 0.1  # up to +- this many standard deviations added to each channel
     rotation_deg: float = 0.0  # about each of the three axes
@@ -71,6 +71,22 @@ class AugmentConfig:
 
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
+
+AUGMENTS = {
+    "off": NO_AUGMENT,
+    "light": AugmentConfig(),
+    "nnunet": AugmentConfig(
+        rotation_deg=30.0,
+        scaling=0.4,
+        contrast=0.25,
+        gamma=0.5,
+        noise=0.1,
+        blur=1.0,
+        low_resolution=0.5,
+    ),
+}
+"""--augment -> its strengths: flips, gain and offset alone, or with nnU-Net's (Isensee et al. 2021)
+too."""
 
 
 @dataclass(frozen=True)

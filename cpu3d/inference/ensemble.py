@@ -13,7 +13,7 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
 from cpu3d.inference.runs import Inference, applied, check_inference, config_of_weights, window_of
-from cpu3d.settings import RunConfig, left_open
+from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.progress import say
 
 
@@ -29,7 +29,7 @@ def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference)
     # for a CPU's memory.
     slides = all(window_of(config, inference) for config in configs)
     mode = "patch" if slides else "whole"
-    requested = left_open(inference.device)
+    requested = None if inference.device == AUTO else inference.device
     gpus = HostGpus()
     say(*why_no_card(requested, mode, gpus))
     set_up(device=pick_device(requested, mode, gpus))

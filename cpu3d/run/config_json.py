@@ -12,7 +12,8 @@ from typing import Any, Dict, List, Mapping
 
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import CONFIG, refuse_folds
-from cpu3d.settings import SETTINGS, RunConfig, StoreFacts
+from cpu3d.settings import SETTINGS, RunConfig
+from cpu3d.store_facts import StoreFacts
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json, typed

@@ -15,7 +15,8 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Union
 
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import settings_by_name
-from cpu3d.settings import RunConfig, StoreFacts
+from cpu3d.settings import RunConfig
+from cpu3d.store_facts import StoreFacts
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import without_passwords
