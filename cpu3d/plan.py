@@ -184,7 +184,18 @@ def make_plan(
     pick = not plan.continues and chosen.get("policy", AUTO) == AUTO
     plan = with_forecast(plan, host, pick=pick, force=force)
     if plan.done and plan.forecast:
-        plan = dataclasses.replace(plan, left_s=_left_s(run_folder, plan, host))
+        now = {
+            "workers": plan.workers,
+            "policy": plan.config.unet.policy,
+            "device": plan.config.device,
+            "host": host.summary(),
+        }
+        # The pace of the last attempt, if that was computed as this one will be.
+        pace = Pace(read_events(run_folder))
+        if any(pace.start.get(name) != value for name, value in now.items()):
+            pace = Pace([{"event": "start", "step": 0, "coarse_steps": plan.config.coarse_steps}])
+        left_s = pace.seconds_left(plan.done, plan.steps, plan.predicted)
+        plan = dataclasses.replace(plan, left_s=left_s)
     return plan
 
 
@@ -351,21 +362,6 @@ def _windows(config: RunConfig, store: Store) -> int:
     if not config.is_patch:
         return 1
     return window_count(volume_shape(store, config), config.grid)
-
-
-def _left_s(run_folder: Path, plan: Plan, host: Host) -> Optional[float]:
-    """Seconds to the end of a run that continues, at the pace of its last attempt, if that was
-    computed as this one will be."""
-    pace = Pace(read_events(run_folder))
-    now = {
-        "workers": plan.workers,
-        "policy": plan.config.unet.policy,
-        "device": plan.config.device,
-        "host": host.summary(),
-    }
-    if any(pace.start.get(name) != value for name, value in now.items()):
-        pace = Pace([{"event": "start", "step": 0, "coarse_steps": plan.config.coarse_steps}])
-    return pace.seconds_left(plan.done, plan.steps, plan.predicted)
 
 
 # --- A new run ---

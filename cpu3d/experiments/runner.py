@@ -80,11 +80,6 @@ class PlannedRun:
         rules = postprocessing_of(self.folder, load_config(self.folder))
         return not outdated_scores(self.folder, UNTOUCHED, TOLERANCE_MM, postprocessing=rules)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing of it is left."""
-        return self.is_trained and self.has_rules and self.is_scored
-
     def train(self, store: Path, log: Path) -> None:
         """Have it trained to its end, and its rules decided. Raises as `call`, RunFailedError if it
         has diverged, as it would again, and InputError if another process trains it."""
@@ -126,7 +121,7 @@ def carry_out(
     failed: Dict[str, RunFailedError] = {}
     with HeartbeatWriter(folder, say=say) as heartbeat:
         for number, run in enumerate(runs):
-            if run.is_done:
+            if run.is_trained and run.has_rules and run.is_scored:
                 say(f"{run.name}: trained and scored already")
                 continue
             name = "-".join(run.folder.relative_to(folder).parts)

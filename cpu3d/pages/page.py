@@ -54,12 +54,13 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
             name = f"{prefix}.{key}" if prefix else str(key)
             pairs += flat(value, name)
         return pairs
+    nested = (dict, list, tuple)
     if isinstance(content, str):
         text = content
     elif prefix.endswith("_bytes") and isinstance(content, int):
         prefix = prefix[: -len("_bytes")]
         text = format_bytes(content)
-    elif isinstance(content, (list, tuple)) and not any(map(_is_nested, content)):
+    elif isinstance(content, (list, tuple)) and not any(isinstance(v, nested) for v in content):
         text = ", ".join(map(str, content)) or "-"
     else:
         text = json.dumps(content)
@@ -71,10 +72,6 @@ def percent(share: Any) -> str:
     if isinstance(share, (int, float)) and math.isfinite(share):
         return f"{100 * share:.1f} %"
     return "-"
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple))
 
 
 def _picture_url(png: bytes) -> str:

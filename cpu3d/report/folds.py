@@ -4,12 +4,11 @@ write_folds_report(folder)        # folder/report.html
 for table in results_tables(gather_folds(folder)): ...
 """
 
-import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.rules import PostProcessing
@@ -22,7 +21,7 @@ from cpu3d.inference.scores_file import (
 )
 from cpu3d.pages.page import page_file
 from cpu3d.report.pictures import score_pictures
-from cpu3d.report.runs import Page, RunFiles, current_scores, read_run, runs_table
+from cpu3d.report.runs import Page, RunFiles, current_scores, open_first, read_run, runs_table
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -116,16 +115,11 @@ def gather_folds(folder: Path) -> FoldsFiles:
         )
     folders = {fold: fold_folder(folder, fold) for fold in folds.names}
     runs = {fold: read_run(run) for fold, run in folders.items() if (run / CONFIG).is_file()}
-    store = None
-    for place in (folds.store, *(run.config.store for run in runs.values())):
-        if store is None:
-            with contextlib.suppress(InputError):  # moved or deleted since: the page says so
-                store = open_store(place)
     return FoldsFiles(
         folder=folder,
         names=folds.names,
         runs=runs,
-        store=store,
+        store=open_first([folds.store, *(run.config.store for run in runs.values())]),
         answers=read_out_of_fold(folder),
         decision=read_rules(folder),
     )

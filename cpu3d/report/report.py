@@ -9,14 +9,12 @@ cases, so it can be mailed or published with a paper. `report` works with the fi
 during a training or before an evaluation, and names what is missing. Of the folder of `train
 --folds` it makes one page of all folds."""
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
-from cpu3d.data.store import Store, open_store
-from cpu3d.errors import InputError
+from cpu3d.data.store import Store
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of, read_rules
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import (
@@ -30,7 +28,7 @@ from cpu3d.pages.page import page_file, percent
 from cpu3d.plan import reasons_of
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.pictures import score_pictures
-from cpu3d.report.runs import Page, RunFiles, current_scores, read_run
+from cpu3d.report.runs import Page, RunFiles, current_scores, open_first, read_run
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -42,7 +40,6 @@ from cpu3d.report.sections import (
 from cpu3d.run.folds import read_folds
 from cpu3d.run.summary import median, numbers
 from cpu3d.run.transfer import seen_words
-from cpu3d.settings import RunConfig
 from cpu3d.util.progress import say
 from cpu3d.util.records import count
 from memory_estimator.common.schema import option
@@ -84,7 +81,12 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     scores, note = current_scores(run.folder, [run.folder], (UNTOUCHED, "val", "train"))
     if not (scores or note):
         note = f"No scores yet: run `evaluate --run {run.folder}` and then `report` again."
-    store = _store(scores, run.config)
+    places = [run.config.store]
+    if scores:
+        places.insert(0, scores["store"])
+    store = open_first(places)
+    if store:
+        store = with_fold(store, run.config.fold)
     if out is None:
         out = run_dir / "report.html"
     page_file(out)
@@ -119,15 +121,6 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
 
 
 # --- Private helpers ---
-
-
-def _store(scores: Optional[Mapping[str, Any]], config: RunConfig) -> Optional[Store]:
-    """The store, with the run's fold; None if it was moved or deleted since."""
-    for folder in (scores["store"] if scores else "", config.store):
-        if folder:
-            with contextlib.suppress(InputError):
-                return with_fold(open_store(folder), config.fold)
-    return None
 
 
 def _about(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> List[Tuple[str, str]]:

@@ -4,6 +4,7 @@ runs = {"1/5": read_run(folder / "fold-1"), ...}
 rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
 """
 
+import contextlib
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 
 from cpu3d.data.cases.resample import in_mm
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.scores_file import are_of_weights, read_scores, scores_path
 from cpu3d.pages.page import flat, render_page
@@ -116,6 +117,14 @@ class Page:
 def read_run(folder: Path, kind: str = "") -> RunFiles:
     """Read a run's settings and log. Raises InputError if its config.json is missing or damaged."""
     return RunFiles(folder, load_config(folder), History(read_events(folder)), kind)
+
+
+def open_first(folders: Iterable[str]) -> Optional[Store]:
+    """The first of these stores that can be read; None if all were moved or deleted."""
+    for folder in folders:
+        with contextlib.suppress(InputError):
+            return open_store(Path(folder))
+    return None
 
 
 def current_scores(
@@ -309,13 +318,20 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
     batch_name = "volumes a step"
     if config.is_patch:
         batch_name = "patches a step"
+    batch = f"{config.batch}, {start.get('micro_batch', config.micro)} at a time"
+    if start.get("workers", 1) > 1:
+        batch += f", of {start['workers']} workers"
+    coarse = "none"
+    if config.coarse_steps:
+        coarse = f"the first {config.coarse_steps:,}, on {by(config.coarse_grid, ' x ')}"
+        coarse += f": {axes_text(config.unet.stride(0))} halved"
     return [
         ("network", _network(config, start)),
         ("a step sees", _seen(config)),
-        ("coarse steps", _coarse(config)),
-        (batch_name, _batch(config, start)),
+        ("coarse steps", coarse),
+        (batch_name, batch),
         ("loss", config.loss),
-        ("optimizer", _optimizer(config)),
+        ("optimizer", f"{config.optimizer}, rate {config.peak_rate:g} at its peak, cosine decay"),
         ("split", f"hash {config.split_hash}"),
         ("computed in", str(start.get("precision", NOT_KNOWN))),
         ("memory policy", str(start.get("policy", NOT_KNOWN))),
@@ -346,23 +362,3 @@ def _seen(config: RunConfig) -> str:
         seen_mm = [length / share for length, share in zip(spacing_mm, shares)]
         words += f" of {in_mm(seen_mm)}"
     return words
-
-
-def _coarse(config: RunConfig) -> str:
-    if not config.coarse_steps:
-        return "none"
-    axes = axes_text(config.unet.stride(0))
-    return f"the first {config.coarse_steps:,}, on {by(config.coarse_grid, ' x ')}: {axes} halved"
-
-
-def _batch(config: RunConfig, start: Mapping[str, Any]) -> str:
-    micro = start.get("micro_batch", config.micro)
-    words = f"{config.batch}, {micro} at a time"
-    workers = start.get("workers", 1)
-    if workers > 1:
-        words += f", of {workers} workers"
-    return words
-
-
-def _optimizer(config: RunConfig) -> str:
-    return f"{config.optimizer}, rate {config.peak_rate:g} at its peak, cosine decay"

@@ -131,6 +131,9 @@ def read_case(
         else:
             channels += channels_of(path, volume.shape[3])
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()), ignore)
+    if ignore is None:
+        ignored = (code for code, name in meanings.items() if code and is_ignored(name))
+        ignore = next(ignored, None)
     volumes = list(images.values())
     image = volumes[0] if len(volumes) == 1 else np.concatenate(volumes, axis=-1)
     kinds = []
@@ -144,7 +147,7 @@ def read_case(
         geometry=geometry,
         regions=regions,
         labels=meanings,
-        ignore=_ignored_by_name(meanings) if ignore is None else ignore,
+        ignore=ignore,
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
         normalisation=kinds,
@@ -229,14 +232,6 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
         if not looks_like_ct(array[..., number]):
             array[..., number] = without_residue(array[..., number])
     return array
-
-
-def _ignored_by_name(meanings: Mapping[int, str]) -> Optional[int]:
-    """The first code whose name says that its voxels are not annotated; None without one."""
-    for code, meaning in meanings.items():
-        if code and is_ignored(meaning):
-            return code
-    return None
 
 
 def _meanings(
