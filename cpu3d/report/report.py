@@ -16,7 +16,6 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of, read_rules
-from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
     UNTOUCHED,
@@ -161,13 +160,14 @@ def _missing(
 
 
 def _scores_section(scores: Mapping[str, Any]) -> List[Element]:
-    sentences = [f"Weights \u201c{scores['weights']}\u201d, on the full original grid."]
-    for metric in METRICS.values():
-        sentences.append(" ".join(f"{metric.label}: {metric.of.__doc__}".split()))
-    sentences.append("Empty masks score as in BraTS.")
+    words = f"Weights \u201c{scores['weights']}\u201d, on the full original grid"
     every_case = Folded("Every case", cases_table(scores))
-    pictures = score_pictures(scores)
-    return [scores_table(scores), " ".join(sentences), pictures, every_case]
+    return [
+        scores_table(scores),
+        f"{words}; empty masks score as in BraTS.",
+        score_pictures(scores),
+        every_case,
+    ]
 
 
 def _postprocessing(run: RunFiles) -> Element:
