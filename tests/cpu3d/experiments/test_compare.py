@@ -7,6 +7,8 @@ import re
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.manifest import remake
+from cpu3d.data.store import write_store
 from cpu3d.errors import InputError
 from cpu3d.experiments import compare as command
 from cpu3d.experiments import runner
@@ -102,6 +104,12 @@ def test_a_dry_run_writes_nothing_and_a_damaged_case_is_named_before_anything_is
     assert "whole" in capsys.readouterr().out
     os.truncate(next((tiny_store.folder / "cases").glob("e.x.*")), 100)
     with pytest.raises(InputError, match=r"e\.x\.npy must be \d+ bytes long, got 100"):
+        compare(*words)
+    manifest = tiny_store.manifest
+    held_out = (*manifest.split["val"], *manifest.split["test"])
+    split = {**manifest.split, "val": held_out, "test": ()}
+    write_store(tiny_store.folder, remake(manifest, split=split))
+    with pytest.raises(InputError, match="--store must hold test cases, got none"):
         compare(*words)
     assert not out.exists()
     assert commands.seen() == []
