@@ -55,14 +55,11 @@ def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tm
     assert main(["calibrate", "--engine", "stock", "--out", str(out)]) == 0
     assert find_constants(HOST).basis(LARGE, HOST).startswith("assumed from ")
     assert main(["calibrate", "--engine", "stock"]) == 0
-    kept, written = find_constants(HOST), load_constants(out)
-    assert kept == written
-    assert kept.baseline_bytes["stock"] > 0
+    kept = find_constants(HOST)
+    assert kept == load_constants(out)
     assert kept.baseline_bytes["itex"] == SHIPPED.baseline_bytes["itex"]
     assert kept.origins["baseline_bytes"].startswith("measured")
-    assert kept.basis(LARGE, HOST).startswith(
-        f"scaled by {kept.scales['float32'].scale:.2f} to steps here on "
-    )
+    assert "to steps here on " in kept.basis(LARGE, HOST)
     capsys.readouterr()
     assert estimator(["--shape", "64", "64", "64", "--calibration", str(out), "--json"]) == 0
     basis = json.loads(capsys.readouterr().out)["constants"]["basis"]

@@ -1,18 +1,21 @@
 """The operations in float64 with NumPy, and the C functions through ctypes."""
 
+import itertools
 import os
 
 import ml_dtypes
 import numpy as np
 
 from models.native.calls import Operation, load, operation, pointer  # noqa: F401
+from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import BFLOAT16, FLOAT32
 
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
-    *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
-    *(("avx512_bf16", "bfloat16"), ("amx", "bfloat16"), ("amx_in_c", "bfloat16")),
-    ("amx_in_c_avx512", "bfloat16"),
+    (name, dtype)
+    for name, each in INSTRUCTION_SETS.items()
+    for dtype in ("float32", "bfloat16")
+    if dtype == "bfloat16" or not each.bfloat16_alone
 ]
 DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfloat16)}
 THREADS = (1, 2, 3, 8, 56)  # of an operation
@@ -43,19 +46,61 @@ class Kernel:
         return [rng.standard_normal((*shape, width)).astype(self.numpy) for width in channels]
 
 
+def coefficients_of(rng, shape, channels):
+    """Coefficients of a norm, or of its gradient; floors are ReLUs, others, and none."""
+    coefficients = rng.standard_normal((shape[0], 6, channels)).astype(np.float32)
+    coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (shape[0], channels))
+    return coefficients
+
+
+def rows_of(coefficients):
+    """Each of the coefficients [batch, 6, channels] over a grid, in float64."""
+    return np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+
+
 def formed(maps, coefficients=None, raw=None):
-    """Convolved values in float64: maps, with a norm (coefficients [batch, 6, channels]), or the
-    gradient of a map."""
+    """Convolved values in float64: maps, with a norm, or the gradient of a map."""
     values = np.concatenate([array.astype(np.float64) for array in maps], -1)
     if coefficients is None:
         return values
-    scale, shift, floor, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[
-        :, :, None, None, None, :
-    ]
+    scale, shift, floor, a, b, c = rows_of(coefficients)
     if raw is None:
         return np.maximum(scale * values + shift, floor)
     raw = raw.astype(np.float64)
     return a * np.where(scale * raw + shift > floor, values, 0) + b * raw + c
+
+
+def norm_sums(gradient, raw, coefficients):
+    """Both sums that a norm's gradient needs, of a map that was written."""
+    scale, shift, floor, mean, rstd, _ = rows_of(coefficients)
+    raw = raw.astype(np.float64)
+    passed = np.where(scale * raw + shift > floor, gradient.astype(np.float64), 0)
+    return np.stack([passed, passed * (raw - mean) * rstd], 1).sum((2, 3, 4))
+
+
+def parts_of(fine, strides):
+    """(voxels, batch, x, y, z, channels): those under each of the coarser grid, the last axis
+    first."""
+    starts = itertools.product(*map(range, strides))
+    x, y, z = strides
+    return np.stack([fine[:, i::x, j::y, k::z] for i, j, k in starts])
+
+
+def whole(parts, strides):
+    """`parts_of` undone."""
+    _, batch, *sides, channels = parts.shape
+    made = np.zeros((batch, *np.multiply(sides, strides), channels))
+    x, y, z = strides
+    for (i, j, k), part in zip(itertools.product(*map(range, strides)), parts):
+        made[:, i::x, j::y, k::z] = part
+    return made
+
+
+def first_of_largest(values, grad, strides):
+    """The gradient of a max pool's input."""
+    parts = parts_of(values, strides)
+    voxels = np.arange(len(parts))[:, None, None, None, None, None]
+    return whole((voxels == parts.argmax(0)) * grad, strides)
 
 
 def shifted(values):

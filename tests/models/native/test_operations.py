@@ -79,9 +79,7 @@ def test_a_map_of_an_odd_side_is_not_pooled():
     ("target", "factors", "message"),
     [
         ((1, 4, 4, 4, 3), (1, 3, 2), r"target must .* got \(1, 4, 4, 4, 3\)"),
-        ((2, 4, 4, 4, 2), (1, 3, 2), r"target must .* got \(2, 4, 4, 4, 2\)"),
         ((1, 4, 6, 4, 2), (1, 3, 2), r"target must .* got \(1, 4, 6, 4, 2\)"),
-        ((1, 4, 4, 2, 2), (1, 3, 2), r"target must .* got \(1, 4, 4, 2, 2\)"),
         ((4, 4, 4, 2), (1, 3, 2), r"target must .* got \(4, 4, 4, 2\)"),
         ((1, 4, 4, 4, 2), (1, 4, 2), r"factors must .* \(1, 3, 2\), got"),
     ],

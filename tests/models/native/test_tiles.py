@@ -18,7 +18,6 @@ def maps_of(grid, channels):
     ("kind", "channels", "outputs", "useful", "loads"),
     [
         ("convolve", 4, 16, 0.75, 1),  # pairs of voxels: three of the four voxels of a line
-        ("convolve", 32, 32, 1, 1),  # two tiles A and two tiles B make four products
         ("convolve", 32, 16, 1, 1.25),  # four tiles A and one tile B
         ("input_gradient", 48, 32, 0.9, 1),  # 144 values of K in steps of 32
         ("up_convolve", 32, 16, 1, 1),
