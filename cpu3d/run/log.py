@@ -3,7 +3,6 @@
 What an event of each kind holds is declared here once. A line that holds anything else is left out
 with a warning, so that every event that is read holds these types."""
 
-import codecs
 import contextlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import (
     List,
     Mapping,
     Optional,
+    Union,
 )
 
 import msgspec
@@ -37,57 +37,35 @@ FINISHED = "finished"
 # --- What events hold ---
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Number = Annotated[float, Meta(ge=-1e9, le=1e9)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Bytes = Annotated[float, Meta(ge=0, le=1e18)]
+Number = Annotated[float, Meta(ge=-1e18, le=1e18)]
+Amount = Annotated[float, Meta(ge=0, le=1e18)]  # seconds or bytes
 
-PREDICTED = {
-    "step_s": Seconds,
-    **dict.fromkeys(("allocator_peak_bytes", "run_allocator_peak_bytes", "card_bytes"), Bytes),
-    **dict.fromkeys(("process_peak_bytes", "run_process_peak_bytes", "upper_bound_bytes"), Bytes),
+FIELDS: Dict[str, Any] = {
+    "event": str,  # start, step, validation, checkpoint, diverged or end
+    "step": Count,  # that are done
+    # Of an attempt that starts: where and with what it runs.
+    **dict.fromkeys(("time", "engine", "store", "split_hash", "read_mode"), str),
+    **dict.fromkeys(("mode", "device", "precision", "policy"), str),
+    **dict.fromkeys(("steps", "coarse_steps", "parameters", "micro_batch", "workers"), Count),
+    "grid": List[Count],
+    **dict.fromkeys(("host", "threads"), Dict[str, Any]),
+    "versions": Dict[str, str],
+    "predicted": Dict[str, Union[Amount, Dict[str, Amount]]],  # "coarse": of a coarse step
+    # Of steps and validations.
+    "case_id": str,  # of all cases of a step, with spaces between
+    **dict.fromkeys(("epoch", "cases", "voxels"), Count),
+    **dict.fromkeys(("loss", "learning_rate", "mean_dice"), Number),
+    "dice": Dict[str, Number],  # by region; soft of a step, hard of a validation
+    "best": bool,
+    # Of a step, and of it waiting for data, and for workers.
+    **dict.fromkeys(("step_s", "wait_s", "exchange_s"), Amount),
+    **dict.fromkeys(("rss_bytes", "bytes"), Amount),
+    "seconds": Amount,  # of a validation or checkpoint; at the end, of all attempts
+    "reason": str,  # of a divergence or an end
+    **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Amount]),
 }
-
-KINDS: Dict[str, Dict[str, Any]] = {
-    "start": {  # of an attempt: where and with what it runs
-        **dict.fromkeys(("time", "engine", "store", "split_hash", "read_mode"), str),
-        **dict.fromkeys(("mode", "device", "precision", "policy"), str),
-        **dict.fromkeys(("steps", "coarse_steps", "parameters", "micro_batch", "workers"), Count),
-        "grid": List[Count],
-        "host": {"cores": Count},
-        "versions": Dict[str, str],
-        "threads": Dict[str, Any],
-        "predicted": {**PREDICTED, "coarse": PREDICTED},
-    },
-    "step": {
-        "epoch": Count,
-        "case_id": str,  # of all its cases, with spaces between
-        **dict.fromkeys(("loss", "learning_rate"), Number),
-        "dice": Dict[str, Number],  # soft, by region
-        "voxels": Count,
-        # Of a step, and of it waiting for data, and for workers.
-        **dict.fromkeys(("step_s", "wait_s", "exchange_s"), Seconds),
-        "rss_bytes": Bytes,
-    },
-    "validation": {
-        **dict.fromkeys(("epoch", "cases"), Count),
-        **dict.fromkeys(("loss", "mean_dice"), Number),
-        "dice": Dict[str, Number],  # hard, by region
-        "seconds": Seconds,
-        "best": bool,
-    },
-    "checkpoint": {"seconds": Seconds, "bytes": Bytes},
-    "diverged": {"reason": str},
-    "end": {  # of an attempt that was not killed
-        "reason": str,
-        "seconds": Seconds,  # of all attempts
-        **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
-    },
-}
-"""Kind of event -> its fields, besides its kind under "event" and the steps done by then under
-"step"."""
-
-NEEDED = ("event", "step", "mean_dice", "reason")
-"""The fields that an event must have, if its kind has them. All else may be missing."""
+NEEDED = {"validation": "mean_dice", "end": "reason"}
+"""Kind of event -> the field that it must have; of the others each may be missing."""
 
 # --- The file ---
 
@@ -219,38 +197,19 @@ def shown(
 # --- Private helpers ---
 
 
-def _struct(name: str, content: Mapping[str, Any]) -> type:
-    """A type of msgspec that holds such content."""
-    fields: List[Any] = []
-    for key, kind in content.items():
-        if isinstance(kind, dict):
-            kind = _struct(key, kind)
-        if key in NEEDED:
-            fields.append((key, kind))
-        else:
-            fields.append((key, kind, None))
-    return msgspec.defstruct(name, fields, kw_only=True)
-
-
-_COMMON: Dict[str, Any] = {"event": str, "step": Count}
-_DECODERS: Dict[Any, Any] = {
-    kind: msgspec.json.Decoder(_struct(kind, {**_COMMON, **content}))
-    for kind, content in KINDS.items()
-}
-_OTHER: Any = msgspec.json.Decoder(_struct("event", _COMMON))
-
-
+_REQUIRED = ("event", "step")
+_FIELDS = [(key, kind) if key in _REQUIRED else (key, kind, None) for key, kind in FIELDS.items()]
+_EVENT: Any = msgspec.json.Decoder(msgspec.defstruct("Event", _FIELDS, kw_only=True))
 NO_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)  # what `_event` raises
 
 
 def _event(line: bytes) -> Event:
     """The event of a line, undeclared fields included. Raises NO_EVENT."""
-    line = line.removeprefix(codecs.BOM_UTF8)  # as an editor on Windows puts before the first one
+    _EVENT.decode(line)
     event = msgspec.json.decode(line)
-    decoder = _OTHER
-    if isinstance(event, dict) and isinstance(event.get("event"), str):
-        decoder = _DECODERS.get(event["event"], _OTHER)
-    decoder.decode(line)
+    needed = NEEDED.get(event["event"])
+    if needed and needed not in event:
+        raise ValueError(f"no {needed}")
     return event
 
 

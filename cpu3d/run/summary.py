@@ -27,11 +27,6 @@ ENOUGH_STEPS = 3  # on a grid, from which on their median is taken for those tha
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
 
-def of_kind(events: Events, *kinds: str) -> List[Event]:
-    """The events of these kinds, in order."""
-    return [event for event in events if event["event"] in kinds]
-
-
 def numbers(events: Events, key: str) -> List[float]:
     """The values under a key, of the events that have one."""
     return [event[key] for event in events if event.get(key) is not None]
@@ -48,8 +43,8 @@ class Columns:
     """Numbers of events, a row an event: `columns["loss"]`, and `columns.dice["WT"]` of regions. A
     number that an event does not have is NaN."""
 
-    def __init__(self) -> None:
-        self.events: List[Event] = []
+    def __init__(self, events: Sequence[Event]):
+        self.events = events
 
     def __len__(self) -> int:
         return len(self.events)
@@ -68,8 +63,8 @@ class Columns:
         }
 
 
-def known(values: Array) -> Array:
-    """The numbers of a column that were logged."""
+def finite(values: Array) -> Array:
+    """The numbers of a column without NaN."""
     return values[~np.isnan(values)]
 
 
@@ -166,17 +161,23 @@ class History:
     """What a log adds up to."""
 
     def __init__(self, events: Iterable[Event]):
-        self.starts: List[Event] = []  # one an attempt
-        self.steps = Columns()
-        self.validations = Columns()
+        self.pace = Pace()
         self.last: Event = {}  # of all events
         self.end: Event = {}
         """The event that ended the last attempt; {} if it has not ended, or was killed."""
-        self.pace = Pace()
-        self._checkpoint_s = 0.0
-        self._peaks: Dict[str, float] = {}  # by field of "end"
+        self._events: Dict[str, List[Event]] = collections.defaultdict(list)  # by kind
         for event in events:
-            self._note(event)
+            kind = event["event"]
+            self.last = event
+            self.pace.note(event)
+            if kind in PROGRESS_KINDS:
+                self.end = event if kind == "end" else {}
+            if kind == "step":
+                event = {**event, "compiles": self.pace.compiles(event["step"])}
+            self._events[kind].append(event)
+        self.starts = self._events["start"]  # one an attempt
+        self.steps = Columns(self._events["step"])
+        self.validations = Columns(self._events["validation"])
 
     @property
     def last_validation(self) -> Event:
@@ -191,18 +192,20 @@ class History:
     def costs(self, coarse_steps: int = 0) -> Costs:
         """The costs of a run whose first `coarse_steps` steps were at half its resolution."""
         steps = self.steps
+        ends = self._events["end"]
+        rss_bytes = [*numbers(steps.events, "rss_bytes"), *numbers(ends, "peak_rss_bytes")]
         return Costs(
             steps=self.last_step,
-            voxels=int(known(steps["voxels"]).sum()),
+            voxels=int(finite(steps["voxels"]).sum()),
             step_s=self.median_step_s(coarse_steps),
             coarse_step_s=self.median_step_s(coarse_steps, coarse=True),
-            steps_s=math.fsum(known(steps["step_s"])),
-            wait_s=math.fsum(known(steps["wait_s"])),
-            validation_s=math.fsum(known(self.validations["seconds"])),
-            checkpoint_s=self._checkpoint_s,
+            steps_s=math.fsum(finite(steps["step_s"])),
+            wait_s=math.fsum(finite(steps["wait_s"])),
+            validation_s=math.fsum(finite(self.validations["seconds"])),
+            checkpoint_s=math.fsum(numbers(self._events["checkpoint"], "seconds")),
             train_s=self.end.get("seconds"),
-            peak_rss_bytes=self._peaks.get("peak_rss_bytes"),
-            allocator_peak_bytes=self._peaks.get("allocator_peak_bytes"),
+            peak_rss_bytes=max(rss_bytes, default=None),
+            allocator_peak_bytes=max(numbers(ends, "allocator_peak_bytes"), default=None),
         )
 
     def median_step_s(
@@ -214,33 +217,4 @@ class History:
         seconds = self.steps["step_s"]
         if not waiting:
             seconds = seconds - np.nan_to_num(self.steps["wait_s"])
-        return median(known(seconds[(is_coarse == coarse) & self.is_warm]))
-
-    @property
-    def is_warm(self) -> Array:
-        """Of each of the steps whether its seconds are those of a step: it does not compile."""
-        return self.steps["compiles"] == 0
-
-    def _note(self, event: Event) -> None:
-        kind = event["event"]
-        self.last = event
-        self.pace.note(event)
-        if kind in PROGRESS_KINDS:
-            self.end = event if kind == "end" else {}
-        if kind == "start":
-            self.starts.append(event)
-        elif kind == "step":
-            compiles = self.pace.compiles(event["step"])
-            self.steps.events.append({**event, "compiles": compiles})
-        elif kind == "validation":
-            self.validations.events.append(event)
-        elif kind == "checkpoint":
-            self._checkpoint_s += event.get("seconds", 0.0)
-        if kind in ("step", "end"):
-            self._note_peak("peak_rss_bytes", event.get("rss_bytes"))
-            for name in ("peak_rss_bytes", "allocator_peak_bytes"):
-                self._note_peak(name, event.get(name))
-
-    def _note_peak(self, name: str, size_bytes: Optional[float]) -> None:
-        if size_bytes is not None:
-            self._peaks[name] = max(size_bytes, self._peaks.get(name, 0))
+        return median(finite(seconds[(is_coarse == coarse) & (self.steps["compiles"] == 0)]))

@@ -16,7 +16,6 @@ from cpu3d.experiments.results import Page
 from cpu3d.report.status import set_status
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
-from cpu3d.run.summary import of_kind
 from records.files import read_records
 from records.tables import comparisons_markdown
 from tests.cpu3d.runs import run_command, shown_cases
@@ -145,7 +144,8 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     assert difference["dice"]["mean"] < 0, "it is a voxel off"
     assert difference["dice"]["worse"] == difference["hd95_mm"]["worse"] == content["cases"]
     costs = content["variants"]["patch"]["costs"]
-    steps = of_kind(read_events(out / "runs" / "patch-seed1"), "step")
+    events = read_events(out / "runs" / "patch-seed1")
+    steps = [event for event in events if event["event"] == "step"]
     assert (costs["steps"], costs["voxels"]) == (len(steps), len(steps) * 16**3)
     page = re.sub(r">\s+<", "><", (out / "report.html").read_text(encoding="utf-8"))
     assert "<td>mode</td><td>whole</td><td>patch</td>" in page

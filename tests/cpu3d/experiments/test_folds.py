@@ -22,8 +22,7 @@ from cpu3d.report.folds import write_folds_report
 from cpu3d.report.status import set_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.log import append_event, read_events
-from cpu3d.run.summary import of_kind
+from cpu3d.run.log import append_event
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from tests.cpu3d.experiments.conftest import SETTINGS, carried_out_here
@@ -31,6 +30,7 @@ from tests.cpu3d.runs import (
     HOST,
     assert_same_run,
     shown_cases,
+    steps_of,
     written_weights,
 )
 
@@ -169,7 +169,7 @@ def test_a_greater_length_extends_all_folds_and_their_scores_are_made_again(
     train_folds(phantom_store.folder, whole_folds, 2, settings={"epochs": 3})
     assert commands.seen() == ALL
     for name in ("fold-1", "fold-2"):
-        steps = [event["step"] for event in of_kind(read_events(whole_folds / name), "step")]
+        steps = [event["step"] for event in steps_of(whole_folds / name)]
         assert steps == list(range(1, len(steps) + 1))
         assert load_config(whole_folds / name).epochs == 3
 

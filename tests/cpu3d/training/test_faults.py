@@ -12,15 +12,8 @@ import psutil
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.files import loader
-from cpu3d.data.manifest import array_path
-from cpu3d.data.phantoms.command import write_phantom
-from cpu3d.data.sampling import case_at
-from cpu3d.data.store import open_store
-from cpu3d.data.stores.prepare import prepare
 from cpu3d.run.checkpoint import load_checkpoint, newest
 from cpu3d.run.log import read_events
-from cpu3d.settings import RunConfig
 from cpu3d.training.watchdog import Watchdog
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import NumpyLearner, assert_same_run
@@ -112,35 +105,6 @@ def test_a_fault_ends_with_its_code_and_the_run_continues(
     assert reason in read_events(tmp_path)[-1].get("reason", "")
     assert main(command(phantom_store, tmp_path)) == 0
     assert_same_run(tmp_path, whole, KEEP)
-
-
-def test_a_voxel_that_is_nan_names_its_case(tmp_path, whole, capsys, monkeypatch):
-    write_phantom(tmp_path / "raw", cases=4, shape=(24, 24, 24), seed=5, workers=1)
-    prepare(tmp_path / "raw", tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    store = open_store(tmp_path / "store")
-    cases = store.cases("train")
-    second = cases[case_at(3, cases=len(cases), seed=RunConfig.seed)]  # of the second step's two
-    voxels = np.load(array_path(store.folder, second, "x"), mmap_mode="r+", allow_pickle=False)
-    voxels[tuple(n // 2 for n in voxels.shape)] = 32767
-    voxels.flush()
-    made = loader.make_sample
-
-    def with_nan(stored, *rest):  # a store of whole numbers has none
-        image, target = made(stored, *rest)
-        if stored.image.max() == 32767:
-            image[...] = np.nan
-        return image, target
-
-    monkeypatch.setattr(loader, "make_sample", with_nan)
-    assert main(command(store, tmp_path / "run")) == 4
-    assert f"got nan at step 2 on {second.case_id};" in capsys.readouterr().err, (
-        "not all of its batch"
-    )
-    kept = newest(tmp_path / "run")
-    assert (
-        kept.state["step"],
-        all(np.isfinite(array).all() for array in kept.arrays.values()),
-    ) == (1, True)
 
 
 # --- Random moments ---

@@ -82,16 +82,8 @@ def test_soft_dice_of_four_voxels(target, probabilities, dice):
     )
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [(1, 1, 1), (4, 4, 4), (2, 2, 2)],
-        [(1, 1, 1), (4, 4, 1), (2, 2, 1)],  # Z is not halved,
-        [(1, 1, 1), (2, 4, 2), (1, 2, 1)],  # or later
-    ],
-)
-def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(steps, computed_by):
-    """Along each axis."""
+def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(computed_by):
+    steps = [(1, 1, 1), (4, 4, 1), (2, 2, 1)]  # Z is not halved
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
     logits = []
@@ -106,10 +98,7 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(step
     np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
 
 
-@pytest.mark.parametrize("samples", [2, None])
-def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(
-    samples, computed_by
-):
+def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(computed_by):
     rng = np.random.default_rng(2)
     target = tf.constant(rng.random((2, 8, 4, 2, 3)) < [0.5, 0.1, 0.0], tf.uint8)
     logits, weights = (
@@ -119,7 +108,7 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
 
     @tf.function(
         input_signature=[
-            tf.TensorSpec((samples, *each.shape[1:]), each.dtype) for each in (target, logits)
+            tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in (target, logits)
         ]
     )
     def by_keras(target, logits):
@@ -137,11 +126,10 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
         np.testing.assert_allclose(value, own, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("target_dtype", ["uint8", "float32"])
-def test_ignored_voxels_are_as_if_they_were_not_there(computed_by, target_dtype):
+def test_ignored_voxels_are_as_if_they_were_not_there(computed_by):
     """At the end of an axis, so that what is left is a volume; and in the coarser head's target."""
     rng = np.random.default_rng(3)
-    target = rng.integers(0, 2, (2, 8, 4, 4, 3)).astype(target_dtype)
+    target = rng.integers(0, 2, (2, 8, 4, 4, 3)).astype(np.uint8)
     target[:, 4:] = IGNORED
     heads = [tf.constant(rng.normal(0, 2, (2, n, n // 2, n // 2, 3)), tf.float32) for n in (8, 4)]
     results = []
@@ -204,11 +192,6 @@ def test_the_metric_is_the_mean_over_cases_of_a_region_or_of_all():
         RegionDice(2).update_state(tf.zeros((1, 1, 1, 1, 2)), tf.zeros((1, 1, 1, 1, 2)))
 
 
-def test_hard_counts_are_voxels_of_at_least_one_half():
-    counts = hard_dice_counts(volume([1, 1, 0, 0]), volume([3, -1, 0.5, 0]))
-    np.testing.assert_array_equal(counts, [[[1, 3, 2]]])
-
-
 @pytest.mark.parametrize(("samples", "size_x", "dtype"), [(2, 20, "float32"), (3, 5, "bfloat16")])
 def test_loss_and_gradient_are_those_of_the_definition(samples, size_x, dtype, computed_by):
     """The last region is empty."""
@@ -229,44 +212,13 @@ def test_loss_and_gradient_are_those_of_the_definition(samples, size_x, dtype, c
         )
 
 
-def test_a_floating_target_may_lie_between_0_and_1():
-    rng = np.random.default_rng(4)
-    target = tf.constant(rng.random((1, 4, 4, 4, 2)), tf.float32)
-    logits = tf.constant(rng.normal(size=(1, 4, 4, 4, 2)), tf.float32)
-    dice = dice_cross_entropy(target, logits)[1]
-    np.testing.assert_allclose(dice, by_definition(target, logits)[1], rtol=1e-5)
-
-
-def test_a_step_that_xla_compiles_has_the_same_loss():
-    rng = np.random.default_rng(5)
-    target = tf.constant(rng.random((1, 4, 4, 4, 2)) < 0.4, tf.uint8)
-    logits = tf.constant(rng.normal(size=(1, 4, 4, 4, 2)), tf.float32)
-    compiled = tf.function(DiceCrossEntropy(), jit_compile=True)
-    np.testing.assert_allclose(
-        compiled(target, logits), DiceCrossEntropy()(target, logits), rtol=1e-6
-    )
-
-
-def test_compile_takes_the_loss_by_its_name_and_arrays():
+def test_compile_takes_the_loss_by_its_name_which_a_saved_model_keeps(tmp_path):
     rng = np.random.default_rng(0)
-    image, target = (
-        rng.normal(size=(2, 4, 4, 4, 2)).astype(np.float32),
-        rng.integers(0, 2, (2, 4, 4, 4, 2), np.uint8),
-    )
+    image = rng.normal(size=(2, 4, 4, 4, 2)).astype(np.float32)
+    target = rng.integers(0, 2, (2, 4, 4, 4, 2), np.uint8)
     model = tf.keras.Sequential([tf.keras.layers.Activation("linear", input_shape=(4, 4, 4, 2))])
     model.compile("sgd", loss="dice_cross_entropy")
-    loss = float(DiceCrossEntropy()(tf.constant(target), tf.constant(image)))
-    assert model.evaluate(image, target, verbose=0) == pytest.approx(loss, rel=1e-6)
-    assert float(DiceCrossEntropy()(target, image)) == loss
-
-
-def test_a_saved_model_keeps_a_loss_that_was_compiled_by_its_name(tmp_path):
-    rng = np.random.default_rng(0)
-    image = rng.normal(size=(1, 4, 4, 4, 2)).astype(np.float32)
-    target = rng.integers(0, 2, (1, 4, 4, 4, 2), np.uint8)
-    model = tf.keras.Sequential([tf.keras.layers.Activation("linear", input_shape=(4, 4, 4, 2))])
-    model.compile("sgd", loss="dice_cross_entropy")
-    loss = model.evaluate(image, target, verbose=0)
     model.save(tmp_path / "model.keras")
-    again = tf.keras.models.load_model(tmp_path / "model.keras")
-    assert again.evaluate(image, target, verbose=0) == pytest.approx(loss, rel=1e-6)
+    loss = float(DiceCrossEntropy()(target, image))
+    for each in (model, tf.keras.models.load_model(tmp_path / "model.keras")):
+        assert each.evaluate(image, target, verbose=0) == pytest.approx(loss, rel=1e-6)
