@@ -13,7 +13,7 @@ from cpu3d.decisions import volume_shape
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of, check_card
 from cpu3d.plan import Plan, smaller_grids
-from cpu3d.run.transfer import SEEN, freeze_words, init_rows
+from cpu3d.run.transfer import SEEN, init_rows
 from cpu3d.util.records import listed
 from memory_estimator import planner
 from memory_estimator.common.units import by, counted, format_bytes, format_seconds
@@ -146,7 +146,7 @@ def _start_lines(plan: Plan) -> List[str]:
                 line = f"warning: {line}"
             lines.append(line)
     if config.freeze != "none":
-        words = f"{freeze_words(config)}; a step takes less than is predicted"
+        words = f"{config.freeze}; a step takes less than is predicted"
         lines.append(_named("freeze", words))
     return lines
 

@@ -22,7 +22,7 @@ from cpu3d.report.sections import Element, Folded, is_filled
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import History
-from cpu3d.run.transfer import freeze_words, init_rows
+from cpu3d.run.transfer import init_rows
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import count, listed
@@ -288,7 +288,7 @@ def _first_weights(runs: Mapping[str, RunFiles]) -> List[Element]:
     for run in runs.values():
         record = run.config.init_record
         if record:
-            rows = [*init_rows(record), ("frozen", freeze_words(run.config))]
+            rows = [*init_rows(record), ("frozen", run.config.freeze)]
             return [Table(("", ""), rows, names=2)]
     return []
 

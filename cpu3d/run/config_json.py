@@ -45,40 +45,18 @@ def load_config(run: Path) -> RunConfig:
     if not path.is_file():
         refuse_folds(run)
         rule = f"run {run} must hold a config.json"
-        raise InputError(f"{rule}, found none; {_instead_of(Path(run))}")
-    whole = f"run config {path} must be JSON with a schema and all settings"
+        todo = "name a folder that `train` has written, such as one in it"
+        raise InputError(f"{rule}, found none; {todo}")
     try:
         content = typed(read_json(path), Dict[str, Any], "config")
+        schema = content.pop("schema", None)
+        if schema == SCHEMA:
+            return config_from_json(content)
     except (InputError, ValueError) as error:
-        raise InputError(f"{whole}, got {_one_line(error)}; {RESTORE}") from None
-    schema = content.pop("schema", None)
-    if schema != SCHEMA:
-        todo = "use the version that made it, or retrain"
-        raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; {todo}")
-    try:
-        return config_from_json(content)
-    except (InputError, ValueError) as error:
-        raise InputError(f"{whole}, got {_one_line(error)}; {RESTORE}") from None
-
-
-def _instead_of(folder: Path) -> str:
-    """What to name instead of a folder that holds no run, by what it holds or lies in."""
-    if not folder.exists():
-        return "there is no such folder: check the path"
-    for above in list(folder.absolute().parents)[:2]:
-        if (above / CONFIG).is_file():
-            return f"it lies in a run: name {above}"
-    for name, kind in (("manifest.json", "a store"), ("dataset.json", "a data set")):
-        if (folder / name).is_file():
-            return f"it is {kind}: name a folder that `train` has written"
-    runs = sorted(folder.glob(f"*/{CONFIG}"))
-    if runs:
-        return f"name one of the runs in it, such as {runs[0].parent}"
-    return "name a folder that `train` has written"
-
-
-def _one_line(error: Exception) -> str:
-    return "; ".join(str(error).splitlines())
+        rule = f"run config {path} must be JSON with a schema and all settings"
+        raise InputError(f"{rule}, got {'; '.join(str(error).splitlines())}; {RESTORE}") from None
+    todo = "use the version that made it, or retrain"
+    raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; {todo}")
 
 
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:

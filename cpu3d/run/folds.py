@@ -118,14 +118,8 @@ def refuse_folds(folder: Path) -> None:
     several = None
     if not (Path(folder) / CONFIG).is_file():
         several = read_run_set(folder)
-    if several is None:
-        return
-    *_, last = several.runs.values()
-    first = next(iter(several.runs.values()))
-    got = f"a folder of {len(several.runs)} folds"
-    together = "`train --folds`, `status`, `evaluate`, `predict` and `report` take them together"
-    if several.kind == "comparison":
-        got = "the folder of a comparison"
-        together = "`compare --out` and `status` take them together"
-    todo = f"name one of them, {first} to {last}"
-    raise InputError(f"run {folder} must be one run, got {got}; {todo}; {together}")
+    if several:
+        first, *_ = several.runs.values()
+        got = f"a folder of {several.kind} with {len(several.runs)} runs"
+        todo = f"name one of them, such as {first}, or give a command that takes them together"
+        raise InputError(f"run {folder} must be one run, got {got}; {todo}")

@@ -16,7 +16,6 @@ from typing import (
     List,
     Mapping,
     Optional,
-    Union,
 )
 
 import msgspec
@@ -40,6 +39,20 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[float, Meta(ge=-1e18, le=1e18)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]  # seconds or bytes
 
+_FIGURE_NAMES = (
+    "step_s",
+    "allocator_peak_bytes",
+    "run_allocator_peak_bytes",
+    "process_peak_bytes",
+    "run_process_peak_bytes",
+    "upper_bound_bytes",
+    "card_bytes",
+)
+_FIGURES: List[Any] = [(name, Amount, None) for name in _FIGURE_NAMES]
+Coarse: Any = msgspec.defstruct("Coarse", _FIGURES)
+Predicted: Any = msgspec.defstruct("Predicted", [*_FIGURES, ("coarse", Coarse, None)])
+"""What a plan predicts of a step, and of a coarse one."""
+
 FIELDS: Dict[str, Any] = {
     "event": str,  # start, step, validation, checkpoint, diverged or end
     "step": Count,  # that are done
@@ -50,7 +63,7 @@ FIELDS: Dict[str, Any] = {
     "grid": List[Count],
     **dict.fromkeys(("host", "threads"), Dict[str, Any]),
     "versions": Dict[str, str],
-    "predicted": Dict[str, Union[Amount, Dict[str, Amount]]],  # "coarse": of a coarse step
+    "predicted": Predicted,
     # Of steps and validations.
     "case_id": str,  # of all cases of a step, with spaces between
     **dict.fromkeys(("epoch", "cases", "voxels"), Count),

@@ -24,10 +24,10 @@ from cpu3d.run.checkpoint import BEST, SavedArrays, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
 from cpu3d.settings import InitRecord, RunConfig
-from cpu3d.util.records import count, listed
+from cpu3d.util.records import listed
 from models.config import UNetConfig
 from models.strides import strides_text
-from models.weights import is_frozen, network_weights
+from models.weights import network_weights
 
 OF_RUN = ("channels", "outputs", "seed", "dtype", "policy", "deep_supervision")
 """Settings of the network that may differ: they change no layer that both networks have, but for
@@ -150,15 +150,6 @@ def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
         (SEEN, seen_words(record)),
     ]
     return rows + [("warning", words) for words in record.warnings]
-
-
-def freeze_words(config: RunConfig) -> str:
-    """What of a run's network stays as it is, in words."""
-    if config.freeze == "none":
-        return "nothing"
-    layers = list(dict.fromkeys(weight.layer for weight in network_weights(config.unet)))
-    frozen = [layer for layer in layers if is_frozen(layer, config.freeze)]
-    return f"{config.freeze}, {len(frozen)} of {count(layers, 'layer')} with weights"
 
 
 def leak(record: Optional[InitRecord]) -> str:

@@ -44,6 +44,4 @@ def steps_within(
             fits = middle
         else:
             too_many = middle
-    if fits == step and left_s > 0:
-        fits += 1  # one is begun in any time
     return min(max(fits, at_least, step + len(step_s) - 1), steps)

@@ -396,7 +396,6 @@ class Fit:
         with writing(self.folder, f"step {self.step} could not be saved"):
             arrays = self.learner.arrays()
             size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
-        self._watchdog.saved(self.step)
         self.log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _check_finite(self) -> None:

@@ -18,7 +18,7 @@ from cpu3d.data.region import Array
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
-from cpu3d.training.optimizers import optimizer_of
+from cpu3d.training.optimizers import RuleOptimizer
 from models.unet3d import build_unet3d, finest, weight_names
 from models.weights import is_frozen
 
@@ -56,7 +56,7 @@ class Learner:
             if layer.trainable
             for statistic in layer.non_trainable_variables
         ]
-        self.optimizer = optimizer_of(config)
+        self.optimizer = RuleOptimizer(config.optimizer, config.peak_rate)
         weights = self.model.trainable_variables
         self.optimizer.build(weights)
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -158,20 +158,13 @@ class Learner:
         """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another
         run."""
         variables = self.named_variables()
-        todo = "it belongs to another run"
-        differing = sorted(set(arrays) ^ set(variables))[:3]
-        if differing:
-            got = []
-            for name in differing:
-                got.append(f"no {name}" if name in variables else f"unknown {name}")
+        shapes = {name: tuple(variable.shape) for name, variable in variables.items()}
+        got = {name: tuple(array.shape) for name, array in arrays.items()}
+        if got != shapes:
+            differing = [name for name in {**got, **shapes} if got.get(name) != shapes.get(name)]
             rule = f"checkpoint must hold this run's {len(variables)} variables"
-            raise InputError(f"{rule}, got {', '.join(got)}; {todo}")
+            raise InputError(f"{rule}, got others for {differing[:3]}; it belongs to another run")
         for name, variable in variables.items():
-            shape = tuple(variable.shape)
-            other = tuple(arrays[name].shape)
-            if other != shape:
-                rule = f"checkpoint array {name} must have shape {shape}"
-                raise InputError(f"{rule}, got {other}; {todo}")
             variable.assign(arrays[name])
 
     def take_from_chief(self) -> None:

@@ -52,14 +52,6 @@ class RegionLoss(tf.keras.losses.Loss):
 class DiceCrossEntropy(RegionLoss):
     """Soft Dice and a cross-entropy of hard voxels (`models.losses.dice_cross_entropy`)."""
 
-    def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
-        super().__init__(DEFAULT_LOSS, reduction, name)
-
-    def get_config(self) -> Dict[str, Any]:
-        config = super().get_config()
-        del config["formula"]
-        return config
-
 
 # compile(loss="dice_cross_entropy"). No class: a model that is loaded from a .keras file calls what
 # the name stands for with a target and logits.

@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
-from cpu3d.settings import RunConfig
 from models.native import operations
 from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight
 
@@ -32,17 +31,14 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         self,
         rules: str = "muon",
         learning_rate: Optional[float] = None,
-        other_scale: float = 1.0,
+        other_scale: Optional[float] = None,
         momentum: Optional[float] = None,
-        beta_1: float = BETA_1,
-        beta_2: float = BETA_2,
-        epsilon: float = EPSILON,
         name: str = "RuleOptimizer",
         **options: Any,
     ):
         """`learning_rate` is of kernels, by default the optimizer's own; if other variables have a
-        rule of their own, their rate is `other_scale` times that. `beta_1` to `epsilon` are
-        Adam's. `options` are those of every Keras optimizer, such as `clipnorm`."""
+        rule of their own, their rate is `other_scale` times that, by default ADAM_SCALE. `options`
+        are those of every Keras optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
         self.rules = rules
         self.optimizer = OPTIMIZERS[rules]
@@ -51,11 +47,10 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         if momentum is None:
             momentum = self.optimizer.momentum
         self._learning_rate = self._build_learning_rate(learning_rate)
+        if other_scale is None:
+            other_scale = ADAM_SCALE if self.optimizer.has_two_rates else 1.0
         self.other_scale = other_scale
         self.momentum = momentum
-        self.beta_1 = beta_1
-        self.beta_2 = beta_2
-        self.epsilon = epsilon
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
         super().build(var_list)
@@ -93,18 +88,31 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
             self._before = [rule.update(weight)]
 
     def get_config(self) -> Dict[str, Any]:
-        names = ("rules", "other_scale", "momentum", "beta_1", "beta_2", "epsilon")
-        own = {name: getattr(self, name) for name in names}
-        rate = self._serialize_hyperparameter(self._learning_rate)
-        return {**super().get_config(), "learning_rate": rate, **own}
+        return {
+            **super().get_config(),
+            "rules": self.rules,
+            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
+            "other_scale": self.other_scale,
+            "momentum": self.momentum,
+        }
 
     def rate_of(self, variable: tf.Variable) -> tf.Tensor:
         """The learning rate of a variable."""
         rule = self.optimizer.rule_of(variable.shape)
         is_other = self.optimizer.has_two_rates and rule is self.optimizer.others
         scale = self.other_scale if is_other else 1.0
-        name = f"rate, {scale}, {rule.is_corrected}"
-        return self.once(name, lambda: self._rate(variable.dtype, scale, rule.is_corrected))
+
+        def make() -> tf.Tensor:
+            rate = tf.cast(self.learning_rate, variable.dtype)
+            if scale != 1:
+                rate = rate * scale
+            if not rule.is_corrected:
+                return rate
+            step = tf.cast(self.iterations + 1, variable.dtype)
+            corrected = tf.sqrt(1 - tf.pow(BETA_2, step)) / (1 - tf.pow(BETA_1, step))
+            return rate * corrected
+
+        return self.once(f"rate, {scale}, {rule.is_corrected}", make)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """A tensor that the updates of a step share, made once. It waits for none of them."""
@@ -112,16 +120,6 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
             with tf.control_dependencies(None):
                 self._shared[name] = make()
         return self._shared[name]
-
-    def _rate(self, dtype: tf.DType, scale: float, is_corrected: bool) -> tf.Tensor:
-        rate = tf.cast(self.learning_rate, dtype)
-        if scale != 1:
-            rate = rate * scale
-        if not is_corrected:
-            return rate
-        step = tf.cast(self.iterations + 1, dtype)
-        corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
-        return rate * corrected
 
 
 class _Tensors(Weight):
@@ -141,9 +139,9 @@ class _Tensors(Weight):
         self.rate = optimizer.rate_of(variable)
         self.momentum = self.number(optimizer.momentum)
         self.one_less_momentum = self.number(1 - optimizer.momentum)
-        self.one_less_beta_1 = self.number(1 - optimizer.beta_1)
-        self.one_less_beta_2 = self.number(1 - optimizer.beta_2)
-        self.epsilon = self.number(optimizer.epsilon)
+        self.one_less_beta_1 = self.number(1 - BETA_1)
+        self.one_less_beta_2 = self.number(1 - BETA_2)
+        self.epsilon = self.number(EPSILON)
 
     def number(self, value: float) -> tf.Tensor:
         dtype = self.gradient.dtype
@@ -170,29 +168,10 @@ class Muon(RuleOptimizer):
     kernels."""
 
     def __init__(
-        self,
-        learning_rate: float = 0.02,
-        adam_scale: float = ADAM_SCALE,
-        *,
-        name: str = "Muon",
-        **options: Any,
+        self, learning_rate: Optional[float] = None, *, name: str = "Muon", **options: Any
     ):
-        """`adam_scale` times `learning_rate` is Adam's; `options` as of `RuleOptimizer`."""
-        super().__init__("muon", learning_rate, adam_scale, name=name, **options)
-
-    def get_config(self) -> Dict[str, Any]:
-        config = super().get_config()
-        del config["rules"]
-        config["adam_scale"] = config.pop("other_scale")
-        return config
-
-
-def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
-    """A new optimizer with the settings of a run."""
-    rate = config.peak_rate
-    optimizer = OPTIMIZERS[config.optimizer]
-    scale = ADAM_SCALE if optimizer.has_two_rates else 1.0
-    return RuleOptimizer(config.optimizer, rate, scale)
+        """`options` as of `RuleOptimizer`."""
+        super().__init__(**{**options, "rules": "muon"}, learning_rate=learning_rate, name=name)
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:

@@ -94,9 +94,6 @@ def check_place(run_folder: Path) -> None:
     """Raise InputError unless a run can be written to, or continued in, `run_folder`."""
     refuse_folds(run_folder)
     check_folder(run_folder, "run")
-    for path in (run_folder / name for name in ("checkpoints", "heartbeats", "logs")):
-        if path.exists():
-            check_folder(path, "folder of the run")
     refuse_foreign(run_folder)
 
 

@@ -105,7 +105,6 @@ class Watchdog:
         self.heartbeat = heartbeat
         self.now = heartbeat.now
         self._end = end
-        self._saved_step: Optional[int] = None  # of the last checkpoint of this attempt
         # How long it has watched, now and at the last progress: without the time of a suspended
         # process.
         self._awake_s = 0.0
@@ -158,10 +157,6 @@ class Watchdog:
         """Note how long a step took."""
         self.now.longest_step_s = max(self.now.longest_step_s or 0.0, seconds)
 
-    def saved(self, step: int) -> None:
-        """Note a checkpoint that is on the disk."""
-        self._saved_step = step
-
     def look(self) -> None:
         """Take a sample and act on it."""
         self._awake_s += self._wait_s
@@ -203,9 +198,7 @@ class Watchdog:
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
         """Print and note why, and end the process, even if the console or the file hangs."""
-        step = self._saved_step
-        good = "" if step is None else f"; the checkpoint of step {step} is good"
-        line = f"error: {why}{good}; ending at once"
+        line = f"error: {why}; ending at once"
         self.heartbeat.print_and_exit(line, why, exit_code, self._end)
 
 

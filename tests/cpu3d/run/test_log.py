@@ -19,7 +19,7 @@ from cpu3d.run.summary import Costs, History, Pace
 START = {
     "event": "start",
     "step": 20,
-    "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}},
+    "predicted": {"step_s": 5.0, "constants": "a host", "coarse": {"step_s": 1.0}},
     "coarse_steps": 2,
 }
 STEP = {

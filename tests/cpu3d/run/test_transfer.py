@@ -16,6 +16,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 from cpu3d.experiments.folds import train_folds
 from cpu3d.plan import make_plan
+from cpu3d.plan_text import plan_lines
 from cpu3d.report.report import write_report
 from cpu3d.run.checkpoint import newest, weights_file
 from cpu3d.run.config_json import load_config
@@ -109,11 +110,6 @@ def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_
     assert not any(np.any(array) for array in slots if np.ndim(array)), "its optimizer is new"
 
 
-def test_a_file_of_weights_is_taken_as_its_run_is(phantom_store, source, tmp_path):
-    _, _, first, _ = started(phantom_store, tmp_path, weights_file(source, "last"))
-    assert_same(first, of_run(source, "last"))
-
-
 def volume(seed, config):
     rng = np.random.default_rng(seed)
     shape = (1, *config.grid, config.unet.channels)
@@ -133,14 +129,15 @@ def test_channels_and_regions_in_another_order_give_the_same_answers(
     )
 
 
-def test_a_new_channel_changes_no_answer_at_first_and_a_new_region_is_fresh(
+def test_a_new_channel_changes_no_answer_and_new_regions_and_heads_are_fresh(
     phantom_store, tmp_path
 ):
-    network = {"residual": True}  # whose blocks see the channels twice
+    network = {"residual": True, "depth": 3}
     config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **network})
     source = written_weights(config, tmp_path / "source")
     _, same, _, _ = started(phantom_store, tmp_path / "a", source, **network)
     more = {"channels": ["T2w", *CHANNELS], "regions": ["WT", "ET", "TC"], **network}
+    more["deep_supervision"] = True
     plan, learner, first, fresh = started(phantom_store, tmp_path / "b", source, **more)
     image = volume(0, plan.config)
     answers = learner.logits(image).numpy()
@@ -153,6 +150,7 @@ def test_a_new_channel_changes_no_answer_at_first_and_a_new_region_is_fresh(
         assert not np.array_equal(array[..., 0], expected[..., 0])
     record = plan.config.init_record
     assert (record.new_channels, record.new_regions) == (("T2w",), ("ET",))
+    assert record.fresh_layers == ("head1",)
 
 
 def test_a_run_that_shares_no_channel_has_a_fresh_first_convolution(
@@ -165,17 +163,6 @@ def test_a_run_that_shares_no_channel_has_a_fresh_first_convolution(
     expected = of_run(source)
     for other in first.keys() - {key}:
         np.testing.assert_array_equal(first[other], expected[other])
-
-
-def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, tmp_path):
-    deeper = {"depth": 3}
-    config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **deeper})
-    source = written_weights(config, tmp_path / "source")
-    more = {**deeper, "deep_supervision": True}
-    plan, _, first, fresh = started(phantom_store, tmp_path / "run", source, **more)
-    assert plan.config.init_record.fresh_layers == ("head1",)
-    key = ("head1", "kernel")
-    np.testing.assert_array_equal(first[key], fresh[key])
 
 
 # --- What stays ---
@@ -213,11 +200,9 @@ def test_freezing_needs_weights_to_start_from_that_know_all_channels(
 def test_a_run_that_is_cut_goes_on_without_the_weights_it_started_from(
     phantom_store, tmp_path, monkeypatch
 ):
-    """With a second network in full, which starts from the weights of the coarse one."""
-    settings = {**OPTIONS, "curriculum": "half", "steps": 6}
-    source = tmp_path / "source"
-    train(phantom_store.folder, source, settings={**settings, "steps": 3})
-    init = {**settings, "init": str(source)}
+    config = decided(phantom_store, tmp_path / "none", **OPTIONS)
+    source = written_weights(config, tmp_path / "source")
+    init = {**OPTIONS, "init": str(source)}
     train(phantom_store.folder, tmp_path / "whole", settings=init)
     step = Learner.step
 
@@ -326,17 +311,17 @@ def test_images_of_another_normalisation_than_the_weights_know_are_named(
 
 
 def test_weights_of_another_fold_of_the_same_split_have_seen_held_out_patients(
-    phantom_store, other_store, source, tmp_path, capsys
+    phantom_store, other_store, source, tmp_path
 ):
     fold = {"fold": "1/3"}
     assert seen(phantom_store, source, tmp_path) is False
     assert seen(phantom_store, source, tmp_path, **fold) is True
     assert seen(other_store, source, tmp_path) is None, "nothing is known of other splits"
-    run = tmp_path / "run"
-    train(phantom_store.folder, run, settings={**OF_SOURCE, "init": str(source), **fold})
-    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-    assert sum("scores are too good" in line for line in warned) == 1
+    plan = make_plan(phantom_store, tmp_path, HOST, {**OF_SOURCE, "init": str(source), **fold})
+    (line,) = [line for line in plan_lines(plan, HOST) if line.startswith("warning")]
+    assert "scores are too good" in line
     # Nor is it forgotten by a run that starts from this one.
+    run = written_weights(plan.config, tmp_path / "run")
     assert seen(phantom_store, run, tmp_path / "next", **fold) is True
     # It is refused where all cases are to be scored by folds that have not seen them.
     with pytest.raises(InputError, match="held-out patients"):

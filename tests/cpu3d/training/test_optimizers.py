@@ -100,7 +100,7 @@ def test_adam_and_sgd_move_weights_as_keras_does(own, keras_own):
 
 
 def test_two_steps_are_those_worked_out_by_hand():
-    weights = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9))
+    weights = stepped(Muon(0.1, momentum=0.9))
     adam = stepped(tf.keras.optimizers.Adam(0.15))
     kernel = noise(3, 3, 3, 2, 4).astype(np.float64)
     mean = 0.0

@@ -114,7 +114,6 @@ def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, 
     )
     watchdog = Watchdog(heartbeat, end=stage.ended.append)
     stage.step(watchdog, 0, 5)
-    watchdog.saved(7)
     stage.free = 10 * MIB
     stage.live(watchdog, 0.5)
     assert stage.ended == [5]
@@ -124,9 +123,7 @@ def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, 
         "memory must last to the end of a step, got 10 MiB free of this machine"
     )
     if is_heard:
-        assert re.fullmatch(
-            f"error: {re.escape(beat.reason)}.* step 7 .*", "\n".join(stage.printed)
-        )
+        assert re.fullmatch(f"error: {re.escape(beat.reason)}.*", "\n".join(stage.printed))
 
 
 def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(watchdog, stage, capfd, tmp_path):
