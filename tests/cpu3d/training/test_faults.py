@@ -51,32 +51,11 @@ def limit_files(size):
 
 
 LOW = "memory must keep 64 MiB free"  # the watchdog's; test_watchdog tests when
-# exit code -> fault, before which step, --save-minutes, messages, last step kept, reason in the log
+# exit code -> fault, before which step, --save-minutes, message, last step kept
 FAULTS = {
-    1: (
-        lambda patch: limit_files(100_000),
-        5,
-        "0",
-        ["step-00000005.npz", "continues from the last whole checkpoint, that of step 4"],
-        4,
-        "",
-    ),
-    5: (
-        lambda patch: patch.setattr(Watchdog, "why", LOW),
-        3,
-        "60",
-        [LOW, "saved after step 3"],
-        3,
-        "memory",
-    ),
-    143: (
-        lambda patch: signal.raise_signal(signal.SIGTERM),
-        3,
-        "60",
-        ["saved after step 3"],
-        3,
-        "interrupted",
-    ),
+    1: (lambda patch: limit_files(100_000), 5, "0", "whole checkpoint, that of step 4", 4),
+    5: (lambda patch: patch.setattr(Watchdog, "why", LOW), 3, "60", f"{LOW}; stopped and saved", 3),
+    143: (lambda patch: signal.raise_signal(signal.SIGTERM), 3, "60", "saved after step 3", 3),
 }
 
 
@@ -84,7 +63,7 @@ FAULTS = {
 def test_a_fault_ends_with_its_code_and_the_run_continues(
     phantom_store, whole, tmp_path, monkeypatch, capsys, code
 ):
-    fault, before, save_minutes, messages, kept, reason = FAULTS[code]
+    fault, before, save_minutes, message, kept = FAULTS[code]
     step = HeavyLearner.step
 
     def faulty_step(self, micro_batches, *rest):
@@ -98,11 +77,9 @@ def test_a_fault_ends_with_its_code_and_the_run_continues(
             assert main(command(phantom_store, tmp_path, "--save-minutes", save_minutes)) == code
     finally:
         limit_files(NO_LIMIT)
-    errors = capsys.readouterr().err
-    assert [message for message in messages if message not in errors] == []
+    assert message in capsys.readouterr().err
     assert newest(tmp_path).state["step"] == kept
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
-    assert reason in read_events(tmp_path)[-1].get("reason", "")
     assert main(command(phantom_store, tmp_path)) == 0
     assert_same_run(tmp_path, whole, KEEP)
 
@@ -110,19 +87,8 @@ def test_a_fault_ends_with_its_code_and_the_run_continues(
 # --- Random moments ---
 
 CUTS = 2 * (signal.SIGKILL, signal.SIGTERM, "disk", signal.SIGKILL, "disk", signal.SIGTERM)
-CUT_OPTIONS = [
-    "--steps",
-    "160",
-    "--validations",
-    "16",
-    "--save-minutes",
-    "0.001",
-    "--depth",
-    "3",
-    "--norm",
-    "batch",
-]
-CUT_OPTIONS += ["--curriculum", "half"]
+CUT_OPTIONS = "--steps 160 --validations 16 --save-minutes 0.001 --depth 3 --norm batch"
+CUT_OPTIONS = f"{CUT_OPTIONS} --curriculum half".split()
 """Steps of milliseconds, the first 140 coarse, and so many validations and saves that a random
 moment may be in one."""
 

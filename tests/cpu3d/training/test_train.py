@@ -38,8 +38,13 @@ from tests.cpu3d.runs import (
 )
 
 PATCH = {"mode": "patch", "patch": [16, 16, 16]}
-HALF_OF_FOUR = {"curriculum": "half", "steps": 4, "validations": 1}
+FEW = {name: value for name, value in SMALL.items() if name != "epochs"}
 LEARNT = {"steps": 10, "batch": 2, "validations": 1, **PATCH}
+
+
+def words(store, run, *more):
+    """A command that trains."""
+    return ["train", "--store", str(store.folder), "--run", str(run), *more]
 
 
 # --- With the real network ---
@@ -104,10 +109,6 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
 
 
 SETTINGS = {
-    "lean": {
-        "policy": "lean", "batch": 2, "residual": True, "up": "upsampling",
-        "validations": 1,
-    },
     "patches": {
         "batch": 2, "micro_batch": 1, "augment": "nnunet", "optimizer": "sgd",
         "network": "cicek2016", "channels": ["T2w", "FLAIR"], "validations": 1, **PATCH,
@@ -181,8 +182,7 @@ def test_what_follows_a_training_has_its_lock_and_heartbeat_and_both_end_after_i
         followed.append((run, store, heartbeat.now.exit_code))
         heartbeat.phase("deciding")
 
-    settings = {key: value for key, value in SMALL.items() if key != "epochs"}
-    train(phantom_store.folder, tmp_path, settings={**settings, "steps": 1}, on_finished=follow)
+    train(phantom_store.folder, tmp_path, settings={**FEW, "steps": 1}, on_finished=follow)
     beat = read_heartbeats(tmp_path)[0]
     assert (beat.phase, beat.exit_code, beat.reason) == ("ended", 0, "finished")
     assert followed == [(tmp_path, phantom_store.folder, None)]
@@ -196,10 +196,9 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
     phantom_store, tmp_path, capsys
 ):
     def go(**settings):
-        train(phantom_store.folder, tmp_path, settings={**small, **settings})
+        train(phantom_store.folder, tmp_path, settings={**FEW, **settings})
         return len(steps_of(tmp_path)), capsys.readouterr().err
 
-    small = {key: value for key, value in SMALL.items() if key != "epochs"}
     assert go(steps=2)[0] == 2
     log = (tmp_path / "log.jsonl").read_bytes()
     last = newest(tmp_path).path.read_bytes()
@@ -208,16 +207,8 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
     kinds = [event["event"] for event in read_events(tmp_path)]
     assert kinds == [json.loads(line)["event"] for line in log.splitlines()]
     assert newest(tmp_path).path.read_bytes() == last
-    steps, words = go(epochs=1, policy="lean")
-    assert (steps, "note: this run had policy speed before" in words) == (4, True)
-
-
-@pytest.mark.usefixtures("without_network")
-def test_a_run_whose_minutes_are_over_goes_on_without_a_budget(phantom_store, tmp_path):
-    settings = {**SMALL, "epochs": 2}
-    for minutes, steps in ((1e-6, 4), (0.0, 8)):
-        train(phantom_store.folder, tmp_path, settings={**settings, "budget_minutes": minutes})
-        assert len(steps_of(tmp_path)) == steps
+    steps, printed = go(epochs=1, policy="lean")
+    assert (steps, "note: this run had policy speed before" in printed) == (4, True)
 
 
 @pytest.mark.parametrize("more", [(), ("--folds", "2"), ("--dry-run",)])
@@ -228,31 +219,24 @@ def test_a_folder_of_data_or_of_another_program_is_refused_and_left_as_it_is(
     mine = tmp_path / "run" / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine\n")
-    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
-    assert main(["train", *place, "--filters", "2", *more]) == 2
+    assert main(words(phantom_store, tmp_path / "run", "--filters", "2", *more)) == 2
     assert f"must be a run or a new folder, got one with {name}" in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
 
 
-def test_a_run_that_cannot_be_written_is_refused_before_anything_is_planned(
-    phantom_store, tmp_path, capsys
-):
-    place = tmp_path / "run"
-    place.write_text("a file")
-    words = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
-    assert main(["train", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{place} must be a folder to write to, got a file" in line
+def test_a_run_that_cannot_be_written_is_refused(phantom_store, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.write_text("a file")
+    assert main(words(phantom_store, run)) == 2
+    assert f"{run} must be a folder to write to, got a file" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys):
-    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
     options = ["--filters", "4", "--depth", "3", "--steps", "4", "--dry-run"]
-    words = ["train", *place, *options]
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert "4 filters" in printed
-    assert main([*words, "--json"]) == 0
+    command = words(phantom_store, tmp_path / "run", *options)
+    assert main(command) == 0
+    assert "4 filters" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["steps"], plan["config"]["unet"]["filters"]) == (4, 4)
     assert plan["run"]["all_s"] > plan["training_s"] > 0
@@ -263,19 +247,16 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, c
 @pytest.mark.parametrize("more", [(), ("--folds", "2"), ("--dry-run",)])
 def test_tracking_without_mlflow_is_refused(phantom_store, tmp_path, capsys, monkeypatch, more):
     monkeypatch.setattr("importlib.util.find_spec", lambda *name: None)
-    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
-    assert main(["train", *place, "--mlflow", "somewhere", *more]) == 2
+    assert main(words(phantom_store, tmp_path / "run", "--mlflow", "somewhere", *more)) == 2
     assert "mlflow must be installed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_network")
 def test_a_dry_run_of_a_finished_run_needs_no_memory(phantom_store, tmp_path, monkeypatch):
-    settings = {key: value for key, value in SMALL.items() if key != "epochs"}
-    train(phantom_store.folder, tmp_path, settings={**settings, "steps": 2})
+    train(phantom_store.folder, tmp_path, settings={**FEW, "steps": 2})
     with_free(monkeypatch, 10 * 2**20)
-    words = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path), "--dry-run"]
-    assert main(words) == 0
-    assert main([*words, "--steps", "4"]) == 3
+    assert main(words(phantom_store, tmp_path, "--dry-run")) == 0
+    assert main(words(phantom_store, tmp_path, "--dry-run", "--steps", "4")) == 3
 
 
 @pytest.mark.usefixtures("without_network")
@@ -289,6 +270,8 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     assert plan["training_s"] == pytest.approx(steps_s)
     assert plan["run"]["steps_s"] == pytest.approx(steps_s)
     assert plan["left_s"] == pytest.approx(plan["run"]["all_s"])
+    train(phantom_store.folder, tmp_path, settings={"epochs": 2, "budget_minutes": 0.0})
+    assert len(steps_of(tmp_path)) == 8
 
 
 # --- Memory ---
@@ -305,11 +288,8 @@ def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(
     phantom_store, tmp_path, monkeypatch, capsys, more
 ):
     with_free(monkeypatch, 10 * 2**20)
-    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
-    assert main(["train", *place, *more]) == 3
-    printed = capsys.readouterr()
-    assert "in all" in printed.out + printed.err
-    assert "got 10 MiB free" in printed.err
+    assert main(words(phantom_store, tmp_path / "run", *more)) == 3
+    assert "got 10 MiB free" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -324,9 +304,7 @@ def test_a_forced_run_logs_its_plan_and_continues_if_it_fits(
     with_free(monkeypatch, 200 * 2**20)
     go(1, force=True)
     go(1)
-    assert "nothing to do after step" in capsys.readouterr().err, (
-        "a run that is over needs no memory"
-    )
+    assert "nothing to do after step" in capsys.readouterr().err, "it needs no memory"
     kept = {path: path.read_bytes() for path in (tmp_path / "config.json", tmp_path / "log.jsonl")}
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
         go(2)
@@ -340,7 +318,7 @@ def without_codes(store, folder, *codes):
         others = {code: n for code, n in case.label_voxels.items() if code not in codes}
         cases.append(dataclasses.replace(case, label_voxels=others))
     view = Store(store.folder, dataclasses.replace(store.manifest, cases=cases))
-    return stored(view, folder).folder
+    return stored(view, folder)
 
 
 @pytest.mark.usefixtures("without_network")
@@ -348,11 +326,10 @@ def test_a_region_that_no_training_case_has_is_a_line_of_warning(phantom_store, 
     store = without_codes(phantom_store, tmp_path / "store", 3)
     for regions, lines in ((("WT", "TC", "ET"), 1), (("WT", "TC"), 0)):
         run = tmp_path / f"of {len(regions)}"
-        train(store, run, settings={**SMALL, "epochs": 1, "regions": regions})
+        train(store.folder, run, settings={**FEW, "steps": 1, "regions": regions})
         printed = capsys.readouterr().err
         assert printed.count("to learn it, got none of ET (label 3)") == lines
-    ask = ["train", "--store", str(store), "--run", str(tmp_path / "new"), "--dry-run"]
-    assert main(ask) == 0
+    assert main(words(store, tmp_path / "new", "--dry-run")) == 0
     assert capsys.readouterr().out.count("to learn it, got none of ET (label 3)") == 1
 
 
@@ -363,28 +340,22 @@ def test_a_store_without_a_labelled_voxel_is_trained_on_if_that_is_forced_or_was
     store = without_codes(phantom_store, tmp_path / "store", 1, 2, 3)
     run = tmp_path / "run"
     for more in ([], ["--dry-run"]):
-        assert main(["train", "--store", str(store), "--run", str(run), *more]) == 2
+        assert main(words(store, run, *more)) == 2
         printed = capsys.readouterr().err
         assert re.search("error: .* must have labelled voxels, got none .*--force", printed)
         assert not run.exists()
-    small = {key: value for key, value in SMALL.items() if key != "epochs"}
-    train(store, run, settings={**small, "steps": 2}, force=True)
-    train(store, run, settings={**small, "steps": 3})
+    train(store.folder, run, settings={**FEW, "steps": 2}, force=True)
+    train(store.folder, run, settings={"steps": 3})
     assert len(steps_of(run)) == 3
-
-
-def dice_of(run):
-    """Mean Dice of the cases that it was trained on."""
-    assert main(["evaluate", "--run", str(run), "--split", "train"]) == 0
-    scores = json.loads((run / "evaluation" / "train" / "scores.json").read_text())
-    return {name: row["dice"]["mean"] for name, row in scores["summary"].items()}
 
 
 @pytest.mark.slow
 def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
     prepare(real_cases / "brats-gli-real", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     train(tmp_path / "store", tmp_path / "run", settings={"epochs": 120, "augment": "off"})
-    dice = dice_of(tmp_path / "run")
+    assert main(["evaluate", "--run", str(tmp_path / "run"), "--split", "train"]) == 0
+    scores = json.loads((tmp_path / "run/evaluation/train/scores.json").read_text())
+    dice = {name: row["dice"]["mean"] for name, row in scores["summary"].items()}
     assert dice["WT"] >= 0.95
     assert dice["TC"] >= 0.90
     assert dice["ET"] >= 0.80
