@@ -8,17 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d.__main__ import main
+from cpu3d.data.manifest import remake
 from cpu3d.data.normalise import Kind, Normalisation
-from cpu3d.data.phantoms.command import write_phantom
-from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.experiments.folds import train_folds
 from cpu3d.plan import make_plan
 from cpu3d.plan_text import plan_lines
 from cpu3d.report.report import write_report
-from cpu3d.run.checkpoint import newest, weights_file
+from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
 from cpu3d.training.learner import Learner
@@ -28,7 +26,6 @@ from tests.cpu3d.runs import (
     HOST,
     SMALL,
     assert_cut_and_continued_is_uninterrupted,
-    assert_same_run,
     decided,
     of_voxels,
     written_weights,
@@ -53,15 +50,6 @@ def source(phantom_store, compiled_once, tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "run"
     train(phantom_store.folder, folder, settings=OF_SOURCE)
     return folder
-
-
-@pytest.fixture(scope="module")
-def other_store(tmp_path_factory):
-    """A store of other phantoms, which have the same names."""
-    folder = tmp_path_factory.mktemp("other")
-    write_phantom(folder / "raw", cases=4, shape=(40, 48, 36), seed=6, workers=1)
-    prepare(folder / "raw", folder / "store", workers=1)
-    return open_store(folder / "store")
 
 
 def started(store, folder, source, **settings):
@@ -197,38 +185,18 @@ def test_freezing_needs_weights_to_start_from_that_know_all_channels(
 # --- Going on ---
 
 
-def test_a_run_that_is_cut_goes_on_without_the_weights_it_started_from(
-    phantom_store, tmp_path, monkeypatch
+def test_a_run_that_has_begun_keeps_its_start_and_needs_its_weights_no_more(
+    phantom_store, source, tmp_path
 ):
-    config = decided(phantom_store, tmp_path / "none", **OPTIONS)
-    source = written_weights(config, tmp_path / "source")
-    init = {**OPTIONS, "init": str(source)}
-    train(phantom_store.folder, tmp_path / "whole", settings=init)
-    step = Learner.step
-
-    def die(self, *arguments):
-        if newest(tmp_path / "cut").path.stem.endswith("0"):
-            raise MemoryError
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", die)
-        with pytest.raises(MemoryError):
-            train(phantom_store.folder, tmp_path / "cut", settings=init)
-    record = load_config(tmp_path / "cut").init_record
-    shutil.rmtree(source)
-    config = train(phantom_store.folder, tmp_path / "cut", settings=init)
-    assert config.init_record == record
-    assert_same_run(tmp_path / "cut", tmp_path / "whole", keep=4)
-
-
-def test_a_run_that_has_begun_keeps_its_start(phantom_store, source, tmp_path):
     run = tmp_path / "run"
-    train(phantom_store.folder, run, settings={**OF_SOURCE, "init": str(source)})
-    for other in ({"init": str(tmp_path)}, {"freeze": "encoder"}):
-        with pytest.raises(InputError, match="must keep its settings"):
-            train(phantom_store.folder, run, settings=other)
-    assert train(phantom_store.folder, run, settings={"steps": 3}).init == str(source)
+    init = shutil.copytree(source, tmp_path / "init")
+    settings = {**OF_SOURCE, "init": str(init)}
+    record = train(phantom_store.folder, run, settings=settings).init_record
+    shutil.rmtree(init)
+    with pytest.raises(InputError, match="must keep its settings"):
+        train(phantom_store.folder, run, settings={"freeze": "encoder"})
+    for steps in (3, 4):
+        assert train(phantom_store.folder, run, settings={"steps": steps}).init_record == record
 
 
 # --- What is refused ---
@@ -252,17 +220,12 @@ def empty_folder(source, folder):
 
 
 @pytest.mark.parametrize("make", [damaged, alone, empty_folder])
-def test_what_are_no_weights_is_refused_in_a_line_before_anything_is_written(
-    phantom_store, source, tmp_path, capsys, make
+def test_what_are_no_weights_is_refused_before_anything_is_written(
+    phantom_store, source, tmp_path, make
 ):
     path = make(source, tmp_path)
-    words = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
-    words += ["--init", str(path), "--channels", *CHANNELS, "--regions", *REGIONS]
-    words += ["--filters", "4", "--depth", "2"]
-    assert main(words) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert len(errors) == 1
-    assert str(path) in errors[0]
+    with pytest.raises(InputError, match=str(path)):
+        train(phantom_store.folder, tmp_path / "run", settings={**OF_SOURCE, "init": str(path)})
     assert not (tmp_path / "run").exists()
 
 
@@ -291,9 +254,8 @@ def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_p
     assert plan.config.unet == trained.unet
     assert str(source) in plan.reasons["strides"]
     other = {**options, "init": str(source), "strides": ((2, 1, 2), (2, 2, 2))}
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match="--strides 2,1,2 2,2,2"):
         make_plan(store, tmp_path / "run", HOST, other)
-    assert "--strides 2,1,2 2,2,2" in str(error.value)
 
 
 def test_images_of_another_normalisation_than_the_weights_know_are_named(
@@ -311,12 +273,15 @@ def test_images_of_another_normalisation_than_the_weights_know_are_named(
 
 
 def test_weights_of_another_fold_of_the_same_split_have_seen_held_out_patients(
-    phantom_store, other_store, source, tmp_path
+    phantom_store, source, tmp_path
 ):
     fold = {"fold": "1/3"}
     assert seen(phantom_store, source, tmp_path) is False
     assert seen(phantom_store, source, tmp_path, **fold) is True
-    assert seen(other_store, source, tmp_path) is None, "nothing is known of other splits"
+    split = phantom_store.manifest.split
+    other = remake(phantom_store.manifest, split={**split, "val": split["test"], "test": ()})
+    other_split = Store(phantom_store.folder, other)
+    assert seen(other_split, source, tmp_path) is None, "nothing is known of other splits"
     plan = make_plan(phantom_store, tmp_path, HOST, {**OF_SOURCE, "init": str(source), **fold})
     (line,) = [line for line in plan_lines(plan, HOST) if line.startswith("warning")]
     assert "scores are too good" in line

@@ -92,20 +92,6 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
     assert rates == expected
 
 
-@pytest.mark.parametrize(
-    ("minutes", "settings", "steps"),
-    [(1e6, {}, 12), (1e-6, {"validations": 3}, 1)],
-)
-def test_a_budget_cuts_nothing_that_fits(
-    phantom_store, tmp_path, monkeypatch, minutes, settings, steps
-):
-    fit = budgeted(
-        phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings
-    )
-    fit.fit_budget()
-    assert fit.steps == steps
-
-
 def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
     phantom_store, tmp_path, monkeypatch
 ):

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.optimizers import Muon, RuleOptimizer, orthogonal
-from models.native import operations
 from models.optimizers import ADAM, DESCENT, MUON, OPTIMIZERS, Optimizer
 from tests.models.native import reference
 
@@ -34,17 +33,6 @@ def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(sh
     assert values.min() >= 0.68 * scale
     assert values.max() <= 1.2 * scale
     np.testing.assert_allclose(matrix, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
-
-
-@pytest.mark.usefixtures("needs_native")
-@pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 48, 40)])
-def test_native_operations_make_the_same_as_tensorflow(shape):
-    kernel = tf.constant(noise(*shape))
-    made = tf.function(operations.orthogonal)(kernel)
-    assert made.shape == shape
-    np.testing.assert_allclose(
-        made, orthogonal(kernel), atol=2e-3 * math.sqrt(max(1, math.prod(shape[:-1]) / shape[-1]))
-    )
 
 
 @pytest.mark.usefixtures("needs_native")

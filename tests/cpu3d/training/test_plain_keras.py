@@ -74,13 +74,6 @@ def test_its_loss_is_the_one_that_train_minimises_by_native_operations_or_layers
     assert all(np.allclose(own, other, atol=1e-4) for own, other in zip(gradients, of_layers))
 
 
-def test_a_clone_is_the_same_network_from_its_first_weights():
-    model = compiled({}, None)
-    first = model.get_weights()
-    model.set_weights([weight + 1 for weight in first])
-    assert same(tf.keras.models.clone_model(model).get_weights(), first)
-
-
 def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys, monkeypatch):
     file = Path(__file__).resolve().parents[3] / "examples" / "plain_keras.py"
     spec = importlib.util.spec_from_file_location("plain_keras", file)

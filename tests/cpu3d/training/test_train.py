@@ -3,7 +3,6 @@ suit."""
 
 import dataclasses
 import json
-import math
 import re
 
 import numpy as np
@@ -19,7 +18,6 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import newest
-from cpu3d.run.config_json import load_config
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.log import read_events
 from cpu3d.training.train import train
@@ -30,7 +28,6 @@ from tests.cpu3d.runs import (
     SMALL,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_weights,
-    of_voxels,
     start,
     steps_of,
     stored,
@@ -131,24 +128,6 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
     assert_cut_and_continued_is_uninterrupted(
         phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings
     )
-
-
-@pytest.mark.usefixtures("graphs_as_written")
-def test_thick_slices_are_seen_at_their_thickness_first_and_in_full_then(
-    phantom_store, tmp_path, monkeypatch
-):
-    store = of_voxels(phantom_store, 1.0, 1.0, 4.0)
-    turned = {"augment": "nnunet", "validations": 2}
-    assert_cut_and_continued_is_uninterrupted(
-        store, tmp_path, monkeypatch, steps=3, done=2, curriculum="half", **turned
-    )
-    config = load_config(tmp_path / "cut")
-    assert config.unet.stride(0) == (2, 2, 1)
-    assert config.coarse_grid[2] == config.grid[2]
-    assert 2 * config.coarse_grid[1] == config.grid[1]
-    coarse = math.prod(config.coarse_grid)
-    full = math.prod(config.grid)
-    assert [step["voxels"] for step in steps_of(tmp_path / "cut")] == [coarse, coarse, full]
 
 
 # --- What a run is given ---
