@@ -84,9 +84,10 @@ def assert_same(arrays, expected):
 # --- What is taken ---
 
 
-@pytest.mark.parametrize("computed", [{}, {"dtype": "bfloat16", "policy": "lean"}], ids=str)
-def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_path, computed):
-    plan, learner, first, _ = started(phantom_store, tmp_path, source, **computed)
+def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_path):
+    plan, learner, first, _ = started(
+        phantom_store, tmp_path, source, dtype="bfloat16", policy="lean"
+    )
     assert_same(first, of_run(source))
     record = plan.config.init_record
     assert record.fresh_layers == record.new_channels == record.new_regions == ()
@@ -98,39 +99,21 @@ def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_
     assert not any(np.any(array) for array in slots if np.ndim(array)), "its optimizer is new"
 
 
-def volume(seed, config):
-    rng = np.random.default_rng(seed)
-    shape = (1, *config.grid, config.unet.channels)
-    return rng.normal(size=shape).astype("f4")
-
-
-def test_channels_and_regions_in_another_order_give_the_same_answers(
-    phantom_store, source, tmp_path
-):
-    plan, same, _, _ = started(phantom_store, tmp_path, source)
-    _, turned, _, _ = started(
-        phantom_store, tmp_path, source, channels=CHANNELS[::-1], regions=REGIONS[::-1]
-    )
-    image = volume(0, plan.config)
-    np.testing.assert_allclose(
-        turned.logits(image[..., ::-1]).numpy()[..., ::-1], same.logits(image), rtol=1e-4, atol=1e-4
-    )
-
-
-def test_a_new_channel_changes_no_answer_and_new_regions_and_heads_are_fresh(
+def test_other_orders_and_a_new_channel_change_no_answer_and_new_regions_are_fresh(
     phantom_store, tmp_path
 ):
     network = {"residual": True, "depth": 3}
     config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **network})
     source = written_weights(config, tmp_path / "source")
     _, same, _, _ = started(phantom_store, tmp_path / "a", source, **network)
-    more = {"channels": ["T2w", *CHANNELS], "regions": ["WT", "ET", "TC"], **network}
+    more = {"channels": ["T2w", *CHANNELS[::-1]], "regions": ["TC", "ET", "WT"], **network}
     more["deep_supervision"] = True
     plan, learner, first, fresh = started(phantom_store, tmp_path / "b", source, **more)
-    image = volume(0, plan.config)
+    shape = (1, *plan.config.grid, 3)
+    image = np.random.default_rng(0).normal(size=shape).astype("f4")
     answers = learner.logits(image).numpy()
-    expected = same.logits(image[..., 1:]).numpy()
-    np.testing.assert_allclose(answers[..., [0, 2]], expected, rtol=1e-4, atol=1e-4)
+    expected = same.logits(image[..., :0:-1]).numpy()
+    np.testing.assert_allclose(answers[..., [2, 0]], expected, rtol=1e-4, atol=1e-4)
     head = first[("head", "kernel")], first[("head", "bias")]
     by_itself = fresh[("head", "kernel")], fresh[("head", "bias")]
     for array, expected in zip(head, by_itself):

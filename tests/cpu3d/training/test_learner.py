@@ -42,17 +42,6 @@ def micro_batches(pair, micro):
         yield tf.constant(image[begin : begin + micro]), tf.constant(target[begin : begin + micro])
 
 
-def slots(learned, pair):
-    """The optimizer's slots after a first step: a share of its gradients, or of their squares."""
-    learned.step(micro_batches(pair, learned.config.micro), 1e-2)
-    arrays = {
-        name: np.array(array)
-        for name, array in learned.arrays().items()
-        if name.startswith("optimizer/")
-    }
-    return [array for array in arrays.values() if array.ndim]
-
-
 def assert_alike(arrays, expected, within):
     """The distance is at most so large a share of all."""
     assert np.linalg.norm(arrays - expected) <= within * np.linalg.norm(expected)
@@ -65,11 +54,6 @@ def trained(learned, steps=2):
         for step in range(steps)
     ]
     return outcomes, {name: np.array(array) for name, array in learned.arrays().items()}
-
-
-def test_gradients_summed_over_micro_batches_are_those_of_the_whole_batch():
-    for arrays, expected in zip(*(slots(learner(micro), volumes()) for micro in (1, BATCH))):
-        assert_alike(arrays, expected, 1e-4)
 
 
 def test_two_steps_in_micro_batches_end_with_the_whole_batch_s_weights_and_counters():

@@ -50,23 +50,6 @@ def by_definition(target, logits):
     return 1 - tf.reduce_mean(dice) + HARD * tf.reduce_mean(hard), dice
 
 
-def test_a_voxel_pulls_by_its_error_and_the_square_of_it(computed_by):
-    # One region of four voxels, errors 0.5, 0.9, 0.1 and 0: HARD * |p - t| (p - t) / (1.5 + 1), and
-    # the slope of Dice.
-    target, logits = volume([1, 0, 1, 0]), logit([0.5, 0.9, 0.9, 0])
-    with tf.GradientTape() as tape:
-        tape.watch(logits)
-        loss, dice = dice_cross_entropy(target, logits)
-    size = 2 + 2.3 + 1
-    for_dice = [
-        p * (1 - p) * (dice[0, 0] - 2 * t) / size for p, t in ((0.5, 1), (0.9, 0), (0.9, 1), (0, 0))
-    ]
-    hard = HARD * np.array([-0.25, 0.81, -0.01, 0]) / 2.5
-    np.testing.assert_allclose(
-        np.ravel(tape.gradient(loss, logits)), np.array(for_dice) + hard, rtol=1e-4, atol=1e-7
-    )
-
-
 @pytest.mark.parametrize(
     ("target", "probabilities", "dice"),
     [

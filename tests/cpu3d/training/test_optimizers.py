@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.optimizers import Muon, RuleOptimizer, orthogonal
-from models.optimizers import ADAM, DESCENT, MUON, OPTIMIZERS, Optimizer
 from tests.models.native import reference
 
 
@@ -120,16 +119,3 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
     for weight, other in zip(model.get_weights(), again.get_weights()):
         # Threads add gradients up in any order (1e-5 here); without its state a step is 0.01 off.
         np.testing.assert_allclose(weight, other, atol=1e-4)
-
-
-@pytest.mark.parametrize("rule", [ADAM, DESCENT])
-def test_other_variables_have_a_rate_of_their_own_by_any_rule(rule, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "two", Optimizer(0.1, "sqrt", kernels=MUON, others=rule))
-    moved = []
-    for scale in (1.0, 0.25):
-        norm = tf.Variable([1.0, 2.0])
-        optimizer = RuleOptimizer("two", other_scale=scale)
-        optimizer.build([norm])
-        optimizer.apply_gradients([(tf.constant([0.5, -0.5]), norm)])
-        moved.append(norm.numpy() - [1.0, 2.0])
-    np.testing.assert_allclose(moved[1], 0.25 * moved[0], rtol=1e-4)

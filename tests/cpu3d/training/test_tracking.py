@@ -7,9 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from cpu3d.errors import InputError
 from cpu3d.run.log import read_events
-from cpu3d.training.tracking import require_mlflow
 from tests.cpu3d.runs import start_without_network
 
 PASSWORD = "s3cret"
@@ -73,9 +71,3 @@ def test_a_server_that_fails_is_one_warning_without_its_password(
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert PASSWORD not in printed
     assert PASSWORD.encode() not in kept
-
-
-def test_mlflow_that_is_not_installed_is_bad_input(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(InputError, match="mlflow must be installed"):
-        require_mlflow()

@@ -106,10 +106,6 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
 
 
 SETTINGS = {
-    "patches": {
-        "batch": 2, "micro_batch": 1, "augment": "nnunet", "optimizer": "sgd",
-        "network": "cicek2016", "channels": ["T2w", "FLAIR"], "validations": 1, **PATCH,
-    },
     "batch norm": {
         "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full", "norm": "batch",
         "dtype": "bfloat16", "optimizer": "adam", "augment": "nnunet",

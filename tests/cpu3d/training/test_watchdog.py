@@ -28,8 +28,6 @@ CONTINUE, STOP, END = "continue", "stop", "end"
          {"save_bytes": 100 * MIB}, CONTINUE),
         ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, STOP),
         ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, STOP),
-        ("the next step fits", [(5000, 400), (1000, 4400)], {}, CONTINUE),
-        ("next to nothing, steadily", [(5000, 20)] * 2, {}, STOP),
         ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, END),
         # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 +
         # 500.
