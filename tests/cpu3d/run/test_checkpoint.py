@@ -13,6 +13,7 @@ import pytest
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import (
     DamagedCheckpointError,
+    checkpoints,
     load_checkpoint,
     newest,
     save_checkpoint,
@@ -106,6 +107,14 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypat
     assert caught.value is error
     checkpoint = newest(run)
     assert (checkpoint.state["step"], checkpoint.damaged) == (2, {})
+
+
+def test_a_bit_flipped_in_an_array_is_found_before_it_is_needed(run):
+    path = checkpoints(run)[0]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert (newest(run).state["step"], list(newest(run).damaged)) == (1, [path])
 
 
 def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(run, monkeypatch):

@@ -82,3 +82,11 @@ def test_a_worker_of_this_host_lives_by_its_process_and_any_other_by_its_beats_a
     own = beat(beat=now, **changes)
     assert life_of(tmp_path, own, now + 59) is young
     assert life_of(tmp_path, own, now + 61) is old
+
+
+def test_a_clock_that_is_off_makes_nobody_silent(tmp_path):
+    now = time.time()
+    own = beat(beat=now - 1000, place="elsewhere")
+    write_heartbeat(tmp_path, own)
+    os.utime(heartbeat_path(tmp_path, 0), (now, now))  # by the clock of the file system
+    assert life_of(tmp_path, own, now) is Life.ALIVE

@@ -149,15 +149,14 @@ def test_the_speed_that_is_shown_is_that_of_steps_that_do_not_compile(tmp_path, 
     assert [found and found[1] for found in speeds] == [None, "1.50", "1.25", "1.50"]
 
 
-def test_costs_are_of_all_attempts_with_coarse_steps_apart():
+def test_costs_are_of_coarse_steps_and_full_ones_apart():
     steps = [
         {**STEP, "step": n, "step_s": s, "wait_s": 0.5}
         for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))
     ]
     saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
     first = {**START, "step": 0, "coarse_steps": 2}
-    second = {**first, "step": 2}
-    events = [first, *steps[:2], SCORE, second, *steps[2:], saved, END]
+    events = [first, *steps[:2], SCORE, *steps[2:], saved, END]
     costs = History(events).costs(coarse_steps=2)
     known = {
         "steps": 5,

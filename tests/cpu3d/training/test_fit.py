@@ -41,8 +41,10 @@ def validations_of(folder):
 
 
 def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_store, tmp_path):
-    start(phantom_store, tmp_path, steps=10, validations=3, keep=2).run()
-    assert len(steps_of(tmp_path)) == 10
+    fit = start(phantom_store, tmp_path, steps=10, validations=3, keep=2)
+    fit.run()
+    rates = [step["learning_rate"] for step in steps_of(tmp_path)]
+    assert rates == [fit.config.rate_at(step, 10) for step in range(10)]
     assert [event["step"] for event in validations_of(tmp_path)] == [4, 7, 10], "evenly spread"
     assert read_events(tmp_path)[-1]["reason"] == "finished"
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -204,6 +206,8 @@ def test_a_loss_that_diverges_ends_the_run_and_names_its_case(
     with pytest.raises(DivergedError, match=rf"at step 3 on {case};") as error:
         fit.run()
     assert error.value.exit_code == 4
+    seen = " ".join(step["case_id"] for step in steps_of(tmp_path)).split()
+    assert sorted(seen) == sorted(phantom_store.manifest.split["train"]), "two steps are an epoch"
     assert "--learning-rate 0.005," in str(error.value)
     assert newest(tmp_path).state["step"] == 2
     assert read_events(tmp_path)[-1]["event"] == "diverged"
@@ -235,13 +239,15 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     )
 
 
-def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store, tmp_path):
-    options = {**HALF, "validations": 16}
-    fit = start(phantom_store, tmp_path, **options)
-    fit.run()
+def test_the_first_validation_in_full_is_the_best_however_good_those_before_it(
+    phantom_store, tmp_path, monkeypatch
+):
+    scores = SimpleNamespace(dice=np.ones(3), loss=1.0)
+    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, StopRequest.NONE))
+    start(phantom_store, tmp_path, **{**HALF, "validations": 16}).run()
     best = [event["step"] for event in validations_of(tmp_path) if event["best"]]
-    assert 14 in best, "the first in full, however good those before it"
-    assert load_checkpoint(weights_file(tmp_path, "best"))[1]["step"] >= 14
+    assert best == [1, 14], "that after the last coarse step, the 13th, is of coarse weights"
+    assert load_checkpoint(weights_file(tmp_path, "best"))[1]["step"] == 14
 
 
 def test_a_validation_that_a_signal_breaks_off_is_made_up_for_on_its_grid(

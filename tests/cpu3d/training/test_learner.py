@@ -71,11 +71,12 @@ def test_two_steps_in_micro_batches_end_with_the_whole_batch_s_weights_and_count
         np.testing.assert_allclose(of_ones.dice, outcome.dice, rtol=1e-4)
 
 
-def test_a_micro_batch_whose_loss_is_not_finite_ends_the_step_before_anything_is_updated():
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_voxel_that_is_not_finite_ends_the_step_before_anything_is_updated(value):
     learned = learner(1)
     before = {name: np.array(array) for name, array in learned.arrays().items()}
     image, target = volumes()
-    image[1] = np.inf
+    image[1, 0, 0, 0, 0] = value
     outcome = learned.step(micro_batches((image, target), 1), 1e-2)
     assert np.isfinite(outcome.losses).tolist() == [
         True,
@@ -96,6 +97,18 @@ def test_a_micro_batch_whose_loss_is_not_finite_ends_the_step_before_anything_is
     learned.step(micro_batches(volumes(), 1), 1e-2)
     for name, array in learned.arrays().items():
         np.testing.assert_array_equal(after[name], array, err_msg=name)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_in_the_loss(monkeypatch):
+    learned = Learner(config(1))
+    computed = learned.model.loss_and_gradients
+
+    def overflowing(*arguments):
+        loss, dice, gradients = computed(*arguments)
+        return loss, dice, [gradient * np.inf for gradient in gradients]
+
+    monkeypatch.setattr(learned.model, "loss_and_gradients", overflowing)
+    assert not np.isfinite(learned.step(micro_batches(volumes(), 1), 1e-2).loss)
 
 
 def peak_bytes_of(batch, micro):

@@ -61,6 +61,7 @@ def learner(grid, **network):
 @pytest.mark.parametrize("ignored", [0, 0.5])
 def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_the_maps(ignored):
     learned = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
+    learned.model.get_layer("head").bias.assign(np.zeros(4))  # about half of all are predicted
     ((image, target),) = made_data(learned.config, ignored).validation()
     logits = learned.logits(image)
     scores, _ = validate(made_data(learned.config, ignored), learned)
@@ -68,6 +69,7 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
         scores.loss, supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss, rtol=1e-5
     )
     logits, target = (array.numpy()[0, 2:-1, 2:-1, 2:-1] for array in (logits, target))
+    assert scores.dice[1:].min() > 0
     for region in range(4):  # painted wherever it or a smaller one is predicted
         predicted = (logits[..., region:] >= 0).any(-1) & (target[..., region] != IGNORED)
         true = target[..., region] == 1
