@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from cpu3d.data.cases.resample import Keep
 from cpu3d.data.datasets.names import is_ignored
 from cpu3d.data.source import PatchSampling, patch_at, patch_dataset, volume_dataset
 from cpu3d.data.store import open_store
@@ -76,18 +75,6 @@ def test_a_case_without_an_annotated_voxel_where_its_image_is_is_refused(tmp_pat
         prepare(data, tmp_path / "store", **ALL)
 
 
-def test_annotation_that_resampling_would_lose_altogether_is_refused(tmp_path):
-    label = np.full((24, 24, 24), 200, np.uint8)
-    label[..., ::4] = 0
-    label[8:16, 8:16, ::4] = 1
-    data = one_channel(tmp_path / "data", voxels=label)
-    for path in (data / "imagesTr").iterdir():
-        write_nifti(path, full_image(int(path.name[2]), label.shape))
-    with pytest.raises(InputError, match=r"annotated voxels.*resample it less with --spacing"):
-        prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, 3.0))
-    prepare(data, tmp_path / "kept", **ALL, spacing=Keep.OFF)
-
-
 @pytest.mark.parametrize("crop", [False, True])
 def test_the_box_is_that_of_image_and_annotated_voxels_and_around_it_is_background(tmp_path, crop):
     data = one_channel(tmp_path / "data")
@@ -148,12 +135,6 @@ def test_a_volume_s_target_says_what_is_ignored_and_padding_is_not(store):
         expected = np.zeros((8, 8, 8), np.uint8)
         expected[1:7, 1:6, 2:6] = np.where(label == 200, IGNORED, label == 1)
         np.testing.assert_array_equal(target[0, ..., 0], expected)
-
-
-def test_a_volume_at_half_resolution_is_decided_by_annotated_voxels(store):
-    ((_, target),) = volume_dataset(store, extent="full", grid=(4, 4, 4), resolution=0.5, stop=1)
-    assert IGNORED not in target.numpy()  # every mean of two slices has an annotated one
-    assert target.numpy().max() <= 1
 
 
 def test_patches_are_drawn_around_voxels_of_regions_alone(store):

@@ -1,5 +1,4 @@
 import os
-import re
 
 import nibabel
 import numpy as np
@@ -245,17 +244,3 @@ def test_regions_that_no_training_case_has_are_one_line_of_warning(
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(lines) == bool(warning)
     assert all(warning in line for line in lines)
-
-
-def test_a_store_without_orientation_or_with_another_background_says_so(tmp_path, capsys):
-    folder = decathlon(tmp_path / "data", 5)
-    turn_off_orientation(folder, range(5))
-    path = folder / "imagesTr/BRATS_002.nii.gz"
-    image = np.asarray(nibabel.load(path).dataobj)
-    write_nifti(path, np.where(image == 0, -7, image).astype(np.int16), codes=(0, 0))
-    prepare(folder, tmp_path / "store", workers=1)
-    first, second = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("note")
-    ]
-    assert re.search("BRATS_000, BRATS_001, BRATS_002 and 2 more: .*qform codes are 0", first)
-    assert re.search("BRATS_002: .* FLAIR, T1w, t1gd and T2w is about -7", second)
