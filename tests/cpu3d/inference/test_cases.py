@@ -62,16 +62,14 @@ def problem_of(paths, predictor):
 
 
 @pytest.mark.parametrize(
-    ("names", "inputs", "taken"),
+    ("key", "names", "inputs", "taken"),
     [
-        (("t1w", "T1-CE", "t2", "FLAIR"), (), STORE),
-        (("ADC", "t2", "flair", "t1w", "T1gd"), (), STORE),
-        (("t2", "flair"), ("FLAIR",), ("FLAIR",)),
-        (("t1w", "T1-CE", "t2", "FLAIR"), ("FLAIR",), STORE),
+        ("modality", ("ADC", "t2", "flair", "t1w", "T1gd"), (), STORE),
+        ("modality", ("t2", "flair"), ("FLAIR",), ("FLAIR",)),
+        ("channel_names", ("t1w", "T1-CE", "t2", "FLAIR"), ("FLAIR",), STORE),
     ],
 )
-@pytest.mark.parametrize("key", ["modality", "channel_names"])
-def test_channels_of_a_4d_file_are_those_of_its_dataset_json(tmp_path, names, inputs, taken, key):
+def test_channels_of_a_4d_file_are_those_of_its_dataset_json(tmp_path, key, names, inputs, taken):
     folder = listed(tmp_path, names, key)
     write_nifti(folder / "a.nii.gz", np.stack([volume(NAMES[name]) for name in names], -1))
     assert found_in([folder / "a.nii.gz"], of_run(*inputs)) == {"a": taken}
@@ -92,8 +90,6 @@ def test_channels_of_other_names_are_refused_with_both_lists(tmp_path):
     message = problem_of([folder / "a.nii.gz"], of_run())
     assert "FLAIR, T1w, t1gd, T2w" in message
     assert "t1w, ADC, t2, FLAIR" in message
-    listed(tmp_path, ("t1w", "T1n", "t2", "FLAIR"))
-    assert "t1w, T1n" in problem_of([folder / "a.nii.gz"], of_run())
     listed(tmp_path, ("t1w", "flair", "t2"))
     (case,) = cases_to_predict([folder / "a.nii.gz"], of_run("FLAIR")).cases
     with pytest.raises(InputError, match=r"3 channels.*got 4"):
@@ -118,14 +114,11 @@ def test_nnunets_numbers_tell_the_channels_in_any_order_of_the_files(tmp_path):
     first, second = numbered(tmp_path, "case_000"), numbered(tmp_path, "case_001")
     mixed = [first[3], second[1], first[1], second[0], first[0], first[2], second[3], second[2]]
     assert found_in(mixed, of_run()) == {"case_000": STORE, "case_001": STORE}
-    assert found_in([tmp_path], of_run("FLAIR")) == {"case_000": STORE, "case_001": STORE}
     assert found_in([first[0]], of_run("FLAIR")) == {"case_000": ("FLAIR",)}
-    assert "must have t1gd, got FLAIR, T1w" in problem_of(first[:2], of_run("t1gd"))
     order = ("T2w", "t1gd", "FLAIR", "T1w")
     folder = listed(tmp_path / "data", order, "channel_names")
-    files = numbered(folder, "p", order)
-    assert found_in([folder], of_run()) == found_in(files[::-1], of_run()) == {"p": STORE}
-    assert cases_to_predict([folder], of_run()).notes == []
+    numbered(folder, "p", order)
+    assert found_in([folder], of_run()) == {"p": STORE}
 
 
 @pytest.mark.parametrize(
@@ -139,10 +132,6 @@ def test_nnunets_numbers_tell_the_channels_in_any_order_of_the_files(tmp_path):
 def test_numbers_that_are_missing_or_of_no_channel_are_named(tmp_path, numbers, wrong):
     numbered(tmp_path, "case_000", (*STORE, None), numbers)
     assert wrong in problem_of([tmp_path], of_run())
-    write_nifti(tmp_path / "case_000_0001.nii", volume("T1w"))
-    if 4 not in numbers:
-        twice = "one file for T1w, got case_000_0001.nii, case_000_0001.nii.gz"
-        assert twice in problem_of([tmp_path], of_run())
 
 
 def test_numbers_of_patients_are_no_channels(tmp_path):
@@ -157,12 +146,7 @@ def test_files_are_sorted_by_the_channels_at_the_ends_of_their_names(tmp_path):
     for case in ("p1", "p2"):
         for name in ("adc", "T2"):
             write_nifti(tmp_path / f"{case}_{name}.NII.GZ", volume(NAMES.get(name.lower())))
-    files = sorted(tmp_path.iterdir())
-    for paths in (files, files[::-1], [tmp_path]):
-        assert {case.files.case_id for case in cases_to_predict(paths, of_prostate).cases} == {
-            "p1",
-            "p2",
-        }
+    for paths in (sorted(tmp_path.iterdir())[::-1], [tmp_path]):
         assert found_in(paths, of_prostate) == {"p1": ("T2w", "ADC"), "p2": ("T2w", "ADC")}
 
 
@@ -233,16 +217,13 @@ def taken_by_predict(paths, inputs):
 
 
 FILES = {  # name -> the channel whose voxels it holds
-    "x_flair.nii.gz": "FLAIR",
     "x_T1_Gd.NII.GZ": "t1gd",
-    "x_t2.nii": "T2w",
     "case_0000.nii.gz": "FLAIR",
     "case_0001.nii.gz": "T1w",
     "case_0002.nii.gz": "t1gd",
     "case_0003.nii.gz": "T2w",
     "sub-1_T1w.nii.gz": "T1w",
     "sub-1_ce-gd_T1w.nii.gz": "t1gd",
-    "y_CE_t1.nii": "t1gd",
     "one.nii.gz": "T1w",
     "two.nii.gz": "t1gd",
     "p_0042.nii.gz": "t1gd",
@@ -253,59 +234,25 @@ BOTH = ("T1w", "t1gd")
 @pytest.mark.parametrize(
     ("names", "inputs", "expected"),
     [
-        (["x_flair.nii.gz"], ("t1gd",), None),
-        (["x_T1_Gd.NII.GZ"], ("t1gd",), [3]),
-        (["case_0000.nii.gz"], ("t1gd",), None),
-        (["case_0002.nii.gz"], ("t1gd",), [3]),
-        (["p_0042.nii.gz"], ("t1gd",), [3]),
-        (["one.nii.gz", "two.nii.gz"], BOTH, [2, 3]),
-        (["case_0002.nii.gz", "case_0001.nii.gz"], BOTH, [2, 3]),
-        (["case_0003.nii.gz", "case_0001.nii.gz"], BOTH, None),
-        (["sub-1_ce-gd_T1w.nii.gz", "sub-1_T1w.nii.gz"], BOTH, [2, 3]),
-        (["sub-1_ce-gd_T1w.nii.gz"], ("T1w",), None),
-        (["sub-1_ce-gd_T1w.nii.gz"], ("t1gd",), [3]),
-        (["y_CE_t1.nii"], ("t1gd",), [3]),
-        (["x_t2.nii", "x_T1_Gd.NII.GZ"], BOTH, None),
+        ("x_T1_Gd.NII.GZ", ("t1gd",), [3]),
+        ("case_0000.nii.gz", ("t1gd",), None),
+        ("case_0002.nii.gz", ("t1gd",), [3]),
+        ("p_0042.nii.gz", ("t1gd",), [3]),
+        ("one.nii.gz two.nii.gz", BOTH, [2, 3]),
+        ("case_0002.nii.gz case_0001.nii.gz", BOTH, [2, 3]),
+        ("case_0003.nii.gz case_0001.nii.gz", BOTH, None),
+        ("sub-1_ce-gd_T1w.nii.gz sub-1_T1w.nii.gz", BOTH, [2, 3]),
+        ("sub-1_ce-gd_T1w.nii.gz", ("T1w",), None),
     ],
 )
-def test_the_program_of_an_export_takes_the_files_that_predict_takes(
-    tmp_path, names, inputs, expected
-):
-    paths = [write_nifti(tmp_path / name, volume(FILES[name])) for name in names]
+def test_each_channel_is_the_file_whose_name_tells_it(tmp_path, names, inputs, expected):
+    paths = [write_nifti(tmp_path / name, volume(FILES[name])) for name in names.split()]
     assert taken_by_predict(paths, inputs) == expected
 
 
-@pytest.mark.parametrize("depth", ["", "site1"])
-def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, depth):
+def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path):
     folder = listed(tmp_path, ("T1-CE", "flair", "T1", "T2"))
-    (tmp_path / "imagesTs" / depth).mkdir(exist_ok=True)
     order = ("t1gd", "FLAIR", "T1w", "T2w")
-    path = write_nifti(folder / depth / "a.nii.gz", np.stack([volume(name) for name in order], -1))
-    for inputs in (STORE, BOTH, ("T1w",)):
-        expected = [STORE.index(name) + 1 for name in inputs]
-        assert taken_by_predict([path], inputs) == expected
-
-
-@pytest.mark.parametrize(
-    "other", ["shifted", "shape", "metres", "shear", "air", "one value", "zeros"]
-)
-def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_path, other):
-    image, affine = volume("t1gd"), np.eye(4)
-    affines = {
-        "shifted": np.array([[1, 0, 0, 5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
-        "metres": np.diag([1000, 1000, 1000, 1]),
-        "shear": np.array([[1, 0, 0, 0], [0, 1, 1.5, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
-    }
-    first = write_nifti(tmp_path / "x_t1.nii.gz", volume("T1w"), affines.get(other, affine))
-    second = affine if other == "shifted" else affines.get(other, affine)
-    if other == "shape":
-        image = image[:-1]
-    if other == "one value":
-        image = np.where(image == 0, 0, 7).astype(np.int16)
-    if other == "zeros":
-        image = np.zeros_like(image)
-    if other == "air":
-        image = np.where(image == 0, -1000, image)
-    paths = [first, write_nifti(tmp_path / "x_t1ce.nii.gz", image, second)]
-    with pytest.raises(InputError):
-        load_case(cases_to_predict(paths, of_run(*BOTH)).cases[0].files, channels=BOTH)
+    image = np.stack([volume(name) for name in order], -1)
+    path = write_nifti(folder / "site1/a.nii.gz", image)
+    assert taken_by_predict([path], STORE) == [1, 2, 3, 4]

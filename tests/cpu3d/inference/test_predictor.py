@@ -13,7 +13,6 @@ from cpu3d.errors import DivergedError, DoesNotFitError
 from cpu3d.inference import predictor as predictor_module
 from cpu3d.inference.predictor import Predictor, over_mirror_images
 from cpu3d.inference.runs import Inference
-from models.config import POLICIES
 from models.unet3d import build_unet3d
 from tests.cpu3d.runs import SMALL, decided
 
@@ -86,8 +85,7 @@ def test_left_and_right_of_a_pair_are_not_exchanged_by_mirror_images(phantom_sto
     assert differences() > 1e-3
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_networks_of_two_grids_at_most_are_kept(phantom_store, networks, monkeypatch, policy):
+def test_networks_of_two_grids_at_most_are_kept(phantom_store, networks, monkeypatch):
     record, alive = phantom_store.cases("test")[0], weakref.WeakSet()
 
     def build(config, size, **how):
@@ -96,7 +94,7 @@ def test_networks_of_two_grids_at_most_are_kept(phantom_store, networks, monkeyp
 
     monkeypatch.setattr(predictor_module, "build_unet3d", build)
     predictor = networks()
-    predictor.config = dataclasses.replace(predictor.config.with_policy(policy), grid=(8, 8, 8))
+    predictor.config = dataclasses.replace(predictor.config, grid=(8, 8, 8))
     for shape in ((8, 8, 8), (8, 8, 12), (8, 12, 8)):
         image = np.zeros((*shape, len(predictor.channels)), np.int16)
         case = dataclasses.replace(record, shape=shape, box=whole(shape))

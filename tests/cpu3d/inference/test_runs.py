@@ -46,11 +46,6 @@ def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_b
     write_store(tiny_store.folder, remake(tiny_store.manifest, split=OTHER_SPLIT))
     with pytest.raises(InputError, match="may have been trained on"):
         store_of_run(load_config(tiny_run), tiny_store.folder)
-    write_store(
-        tiny_store.folder, dataclasses.replace(tiny_store.manifest, split=OTHER_SPLIT)
-    )  # changed by hand
-    with pytest.raises(InputError, match=r"must have (the )?hash"):
-        store_of_run(load_config(tiny_run))
 
 
 @pytest.fixture
@@ -123,17 +118,12 @@ def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, run_
     run = run_of("whole", **coarse)
     file = run / "checkpoints" / ("best.npz" if weights == "best" else "step-00000005.npz")
     file.parent.mkdir()
-    for step in (3, 5):
-        save_checkpoint(file, {}, {"step": step, "coarse_steps": 5})
-        with pytest.raises(InputError, match=r"--window must .* at full resolution, got 0\.5"):
-            trained_predictors([run], weights, window)
-        trained_predictors([run], weights, Inference())
+    save_checkpoint(file, {}, {"step": 5, "coarse_steps": 5})
+    with pytest.raises(InputError, match=r"--window must .* at full resolution, got 0\.5"):
+        trained_predictors([run], weights, window)
+    trained_predictors([run], weights, Inference())
     save_checkpoint(file, {}, {"step": 6, "coarse_steps": 5})
     assert trained_predictors([run], weights, window) == [(run, weights, window)]
-    patches = run_of("patch", **coarse)  # of half the edge, at full resolution
-    (patches / "checkpoints").mkdir()
-    save_checkpoint(patches / "checkpoints" / file.name, {}, {"step": 5, "coarse_steps": 5})
-    assert trained_predictors([patches], weights, window) == [(patches, weights, window)]
 
 
 def test_weights_that_are_replaced_while_they_are_read_are_read_again(tiny_run, monkeypatch):
@@ -203,14 +193,9 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
 ):
     with pytest.raises(InputError, match=r"runs must differ, got \S*run-1 and"):
         load_configs([*fold_runs(""), tmp_path / "." / "run-1"])
-    with pytest.raises(InputError, match="must hold a config"):
-        load_configs([tmp_path / "none"])
     other = {
         "store_channels": ("T1gd", "FLAIR"),
-        "label_names": {0: "background", 1: "liver"},
         "region_codes": {**REGIONS, "ET": (2,)},
-        "paint": (("WT", 1),),
-        "regions": ("WT", "ET", "TC"),
         "split_hash": "another",
     }
     second = tmp_path / "second"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.cases.resample import resample_label, to_source_grid
-from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
+from cpu3d.data.cases.resample import to_source_grid
+from cpu3d.data.nifti import ras_shape, read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.inference import evaluate, predict
@@ -19,10 +19,8 @@ from cpu3d.inference.postprocessing.run_rules import choose_rules
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.plan import make_plan
-from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config, save_config
 from memory_estimator.training import JUDGED_BYTES
-from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
 from tests.cpu3d.runs import HOST, run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
@@ -115,48 +113,6 @@ def test_a_perfect_answer_scores_on_the_source_s_grid_what_the_way_back_leaves(
             assert case["mean_dice"] == 1
 
 
-def test_scores_on_the_source_s_grid_leave_out_what_is_not_annotated(data, run, tmp_path):
-    marked = tmp_path / "data"
-    shutil.copytree(data, marked)
-    with dataset_json(marked) as content:
-        content["labels"]["9"] = "not drawn"
-    path = marked / "labelsTr/f.nii.gz"
-    source, geometry = read_volume(path)
-    sparse = source.copy()
-    sparse[:, :, ::2] = 9
-    write_volume(path, to_ras(sparse, geometry), geometry)
-    folds = data.parent / "folds.json"
-    prepare(marked, tmp_path / "store", workers=1, splits=folds, ignore=9)
-    store = open_store(tmp_path / "store")
-    record = store.case("f")
-    box = record.box.slices(record.shape)
-    learnt = store.label("f")[box] != 9
-    assert 0.4 < learnt.mean() < 0.6
-    whole = resample_label(to_ras(source, geometry), record.shape)
-    assert np.mean(store.label("f")[box][learnt] == whole[box][learnt]) > 0.97
-
-    class All(Perfect):
-        """Answers right where it is annotated, and with the core in all other slices."""
-
-        def probabilities(self, image, record, channels=()):
-            answer = source.copy()
-            answer[:, :, ::2] = 2
-            answer = to_ras(answer, geometry)
-            masks = [np.isin(answer, codes) for codes in self.regions.values()]
-            return np.stack(masks, -1).astype(np.float32)
-
-    predictor = All(store, run)
-    predictor.labels = store.manifest.labels  # with the name of the code
-    scores = evaluate_split(
-        predictor, store, "test", tmp_path / "out", about={"runs": []}, evidence=True
-    )
-    (case,) = scores["cases"]
-    assert case["mean_dice"] == 1
-    core = case["regions"]["core"]
-    annotated = np.count_nonzero(source[:, :, 1::2] == 2)
-    assert core["truth_ml"] == pytest.approx(annotated * np.prod(SPACINGS["f"]) / 1000)
-
-
 def test_the_network_answers_on_the_source_s_grid(store, run):
     predictor = load_predictor(run)
     record = store.case("f")
@@ -244,16 +200,3 @@ def exported(whole, predicted):
     assert about["target_spacing_mm"] == [1, 1, 1]
     assert about["verification"]["different_labels"] == 0
     return out
-
-
-def test_a_report_shows_the_store_s_grid(store, run, data):
-    scores = dict.fromkeys("bdf", "Dice")
-    shown = list(
-        shown_cases(store, scores, {"core": (2,)}, {"the source's label": data / "labelsTr"})
-    )
-    assert len(shown) == 3
-    for case in shown:
-        assert ras_spacing_mm(case.geometry) == pytest.approx((1, 1, 1))
-        answer = case.predictions["the source's label"]
-        assert answer.shape == case.truth.shape == (48, 40, 32)
-        np.testing.assert_array_equal(answer, store.label(case.name))
