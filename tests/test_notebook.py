@@ -13,17 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
-    cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8"))[
-        "cells"
-    ]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    notebook = json.loads((ROOT / "examples/first_hour.ipynb").read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     lines = [line for line in "\n".join(code).splitlines() if not line.startswith("%")]
-    environment = {
-        **os.environ,
-        "FOLDER": str(tmp_path),
-        "MPLBACKEND": "Agg",
-        "XDG_DATA_HOME": str(tmp_path),
-    }
+    folder = str(tmp_path)
+    environment = {**os.environ, "FOLDER": folder, "MPLBACKEND": "Agg", "XDG_DATA_HOME": folder}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=ROOT,

@@ -23,15 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cpu3d", "memory_estimator", "models")
 
 
-def files_of(*places):
-    """Names of all files of the packages but compiled ones."""
-    paths = (path for place in places for path in (ROOT / place).rglob("*") if path.is_file())
-    return {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
-
-
 def portable_files():
-    """Names of all files but libraries, which are for one platform."""
-    return {name for name in files_of(*PACKAGES) if "/built/" not in name}
+    """Names of all files of the packages but libraries, which are for one platform."""
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.*"))
+    names = {str(path.relative_to(ROOT)) for path in paths if path.is_file()}
+    return {name for name in names if "/built/" not in name and "__pycache__" not in name}
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +35,21 @@ def wheel(tmp_path_factory):
     """The wheel, built from a copy without libraries: setuptools writes beside its sources."""
     if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("wheel") is None:
         pytest.skip("needs setuptools and wheel, which these requirements do not bring")
-    folder, quick = tmp_path_factory.mktemp("wheel"), {}
+    folder = tmp_path_factory.mktemp("wheel")
     for name in (*portable_files(), "pyproject.toml", "setup.py", "README.md"):
         (folder / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "sources" / name)
+    environment = dict(os.environ)
     if shutil.which("cc"):  # one that knows AVX2 alone and does not optimise: a third of the time
         refuse = 'case "$*" in *-mavx512* | *-DBFLOAT16_ROWS*) exit 1 ;; esac'
         compile_ = f'exec {shutil.which("cc")} "$@" -O0'
         (folder / "cc").write_text(f"#!/bin/sh\n{refuse}\n{compile_}\n")
         (folder / "cc").chmod(0o755)
-        quick["CC"] = str(folder / "cc")
+        environment["CC"] = str(folder / "cc")
     flags = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
     command = [sys.executable, "-m", "pip", "wheel", *flags, "./sources"]
     subprocess.run(
-        command,
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        timeout=300,
-        env={**os.environ, **quick},
+        command, cwd=folder, check=True, capture_output=True, timeout=300, env=environment
     )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as file:
         yield file

@@ -10,7 +10,6 @@ installed, else "stock"."""
 
 import contextlib
 import os
-import subprocess
 import sys
 from typing import Any, Dict, Iterator, Optional, Tuple
 
@@ -68,7 +67,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
         if not value.isdigit():
             raise InputError(f"{name} must be a whole number of threads, got {value!r}; unset it")
     fresh = "tensorflow" not in sys.modules
-    with without_notices(), _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
+    with _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != itex_is_loaded():
         rule = "engine must be chosen before TensorFlow is imported"
@@ -106,49 +105,6 @@ def set_up(
 
     operations.available()  # whether this TensorFlow takes them: plans are made after this
     return topology.host, plan, tf
-
-
-NOTICES = (
-    "All log messages before absl::InitializeLog",
-    "oneDNN custom operations are on",
-    "Could not find cuda drivers",
-    "Unable to register cu",
-)
-"""Parts of lines that TensorFlow writes to stderr when it is imported, at any
-TF_CPP_MIN_LOG_LEVEL."""
-
-
-@contextlib.contextmanager
-def without_notices() -> Iterator[None]:
-    """Keep NOTICES out of stderr, for the import of TensorFlow.
-
-    Libraries write them to the file descriptor, so a process of its own passes on all other lines:
-    those of a crash come through. If there is no `grep`, or if the user wants all of TensorFlow's
-    log, all lines do."""
-    command = ["grep", "--line-buffered", "-v"]
-    for notice in NOTICES:
-        command += ["-e", notice]
-    try:
-        if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
-            raise OSError
-        stderr = os.dup(2)
-        filtered = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True
-        )
-    except OSError:
-        yield
-        return
-    if filtered.stdin is not None:  # as it is a pipe
-        os.dup2(filtered.stdin.fileno(), 2)
-        filtered.stdin.close()
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        # A process that was started meanwhile keeps it open.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            filtered.wait(1)
 
 
 def in_force(plan: ThreadPlan) -> Dict[str, str]:

@@ -150,8 +150,8 @@ def check_folder(path: Union[str, Path], kind: str) -> None:
     the message. Raises NoRoomError if its disk is full."""
     path = Path(path)
     with _explained(path, kind):
-        place = next(place for place in (path, *path.absolute().parents) if place.exists())
-        with tempfile.TemporaryFile(dir=place):
+        above = (path, *path.absolute().parents)
+        with tempfile.TemporaryFile(dir=next(folder for folder in above if folder.exists())):
             pass
 
 
@@ -172,7 +172,7 @@ def _explained(path: Path, kind: str) -> Iterator[None]:
         if path.is_file():
             got = "a file"
         elif error.errno == errno.ENOENT:  # of /proc and the like, which only the system fills
-            got = "a place where no file can be made"
+            got = "a folder where no file can be made"
             todo = "choose another"
         rule = f"{kind} {path} must be a folder to write to"
         raise InputError(f"{rule}, got {got}; {todo}") from None

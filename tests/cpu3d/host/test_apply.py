@@ -119,34 +119,6 @@ def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
         import_tensorflow("stock")
 
 
-QUIET = """
-import faulthandler, os, sys
-from cpu3d.host.apply import NOTICES, set_up, without_notices
-if not sys.argv[1:]:
-    set_up()  # what TensorFlow says of itself
-faulthandler.enable()
-with without_notices():
-    for notice in (*NOTICES, "a line of another library"):
-        os.write(2, f"W0000 {notice}, or not\\n".encode())
-    if sys.argv[1:]:
-        faulthandler._sigabrt()
-"""
-
-
-@pytest.mark.parametrize("crash", [False, True])
-def test_stderr_has_no_notices_of_tensorflow_but_all_other_lines(crash):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
-    command = [sys.executable, "-c", QUIET, *["crash"] * crash]
-    environment = {**clean, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    first, _, rest = done.stderr.partition("\n")
-    assert first == "W0000 a line of another library, or not"
-    if crash:
-        assert "Fatal Python error: Aborted" in rest
-    else:
-        assert (done.returncode, rest) == (0, "")
-
-
 # --- CPUs: they are of a whole process and not given back ---
 
 

@@ -104,16 +104,14 @@ class FakeTensorFlow:
     __version__ = "9.9.9"
     is_built_with_cuda = bool
 
-    def __init__(self, cards=()):
-        self.cards = list(cards)
-        self.visible = list(cards)
-        self.growing = set()
+    def __init__(self):
+        self.visible = ["a", "b"]
+        self.growing = []
         self.computes = False
         self.config = self.experimental = self.test = self
 
     def list_physical_devices(self, kind):
-        assert kind == "GPU"
-        return self.cards
+        return ["a", "b"]
 
     def get_visible_devices(self, kind):
         return self.visible
@@ -124,26 +122,21 @@ class FakeTensorFlow:
         self.visible = list(cards)
 
     def set_memory_growth(self, card, on):
-        self.growing.add(card)
+        self.growing += [card] * on
 
 
-@pytest.mark.parametrize(
-    ("device", "visible", "growing"),
-    [("cpu", [], set()), ("gpu:0", ["a"], {"a"}), ("gpu:1", ["b"], {"b"})],
-)
-def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, growing):
-    tf = FakeTensorFlow("ab")
+@pytest.mark.parametrize(("device", "visible"), [("cpu", []), ("gpu:0", ["a"]), ("gpu:1", ["b"])])
+def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible):
+    tf = FakeTensorFlow()
     use_device(tf, device)
+    assert (tf.visible, tf.growing) == (visible, visible)
     tf.computes = True
     use_device(tf, device)  # as two commands in one process do
-    assert (tf.visible, tf.growing) == (visible, growing)
     other = "gpu:0" if device == "cpu" else "cpu"
-    with pytest.raises(
-        RuntimeError, match=f"device {other} must be chosen before TensorFlow computes"
-    ):
+    with pytest.raises(RuntimeError, match=f"device {other} must be chosen before"):
         use_device(tf, other)
     with pytest.raises(InputError, match="a GPU that TensorFlow sees, got gpu:7"):
-        use_device(FakeTensorFlow("ab"), "gpu:7")
+        use_device(FakeTensorFlow(), "gpu:7")
 
 
 # --- Memory that runs out ---
@@ -151,16 +144,15 @@ def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, gr
 
 def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(monkeypatch):
     class OutOfMemoryError(Exception):
-        message = "OOM when allocating tensor with shape[1,16,240,240,160] on GPU:0\nand much more"
+        message = "OOM when allocating tensor with shape[1,16] on GPU:0\nand much more"
 
     errors = SimpleNamespace(ResourceExhaustedError=OutOfMemoryError)
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(errors=errors))
-    got = r"shape\[1,16,240,240,160\] on GPU:0"
-    message = rf"^memory must hold a training step, got .*{got}\W+choose a smaller --patch$"
+    message = r"must hold a step, got .*shape\[1,16\] on GPU:0\W+do this$"
     with (
         pytest.raises(DoesNotFitError, match=message),
-        fits_memory("a training step", "choose a smaller --patch"),
+        fits_memory("a step", "choose a smaller --patch"),
     ):
         raise OutOfMemoryError
-    with pytest.raises(ValueError, match="another"), fits_memory("a training step", ""):
+    with pytest.raises(ValueError, match="another"), fits_memory("a step", ""):
         raise ValueError("another")

@@ -184,10 +184,8 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, capsys
 def test_whatever_fails_in_a_case_leaves_the_others(tmp_path, monkeypatch):
     errors = [MemoryError(), RuntimeError("a bug")]
     monkeypatch.setattr(module, "load_case", lambda *_, **__: (_ for _ in ()).throw(errors.pop()))
-    with pytest.raises(InputError, match="got 2 bad cases") as error:
+    with pytest.raises(InputError, match=r"got RuntimeError: a bug(.|\n)*got MemoryError"):
         prepare(decathlon(tmp_path / "two", 2), tmp_path / "store", **ALL)
-    for got, problem in zip(("RuntimeError: a bug", "MemoryError: "), error.value.problems):
-        assert f"must be readable in memory, got {got}" in problem
 
 
 def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(

@@ -12,7 +12,6 @@ from cpu3d.data.stores.store_decisions import (
     depth_of_store,
     strides_of_store,
 )
-from models.config import UNetConfig
 from models.strides import strides_text
 from tests.cpu3d.data.spaced import spaced_set
 
@@ -29,10 +28,6 @@ def prepared(tmp_path, spacings, **how):
     return store.with_split(SPLIT)
 
 
-def by_name(store):
-    return {line.name: line for line in decisions_of(store)}
-
-
 def with_boxes(store, boxes):
     """The store, with these boxes of what is there."""
     records = []
@@ -44,28 +39,26 @@ def with_boxes(store, boxes):
 
 
 @pytest.mark.parametrize(
-    ("boxes", "extent", "patch", "seen", "depth"),
+    ("boxes", "patch", "seen", "depth"),
     [
         # the hippocampus' median: 36 50 35, 18 25 18, 9 13 9, 5 7 5
-        ([(31, 40, 24), (36, 50, 35), (43, 59, 47)], "brain", None, "36 x 50 x 35", 4),
+        ([(31, 40, 24), (36, 50, 35), (43, 59, 47)], None, "36 x 50 x 35", 4),
         # of the test split, which decides nothing, it would be five
-        ([(36, 50, 35)] * 3 + [(160, 192, 160)], "brain", None, "36 x 50 x 35", 4),
-        ([(138, 177, 144)] * 4, "brain", None, "138 x 177 x 144", 5),
+        ([(36, 50, 35)] * 3 + [(160, 192, 160)], None, "36 x 50 x 35", 4),
+        ([(138, 177, 144)] * 4, None, "138 x 177 x 144", 5),
         # the median of each axis: 40 40 40
-        ([(40, 8, 40), (8, 40, 40), (40, 40, 8)], "brain", None, "40 x 40 x 40", 4),
-        ([(138, 177, 144)] * 4, "brain", (40, 40, 40), "40 x 40 x 40", 4),
-        ([(9, 7, 6)] * 4, "brain", None, "9 x 7 x 6", 2),
-        ([(3, 3, 3)] * 4, "brain", None, "3 x 3 x 3", 2),
+        ([(40, 8, 40), (8, 40, 40), (40, 40, 8)], None, "40 x 40 x 40", 4),
+        ([(138, 177, 144)] * 4, (40, 40, 40), "40 x 40 x 40", 4),
+        ([(3, 3, 3)] * 4, None, "3 x 3 x 3", 2),
     ],
 )
 def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(
-    tmp_path, boxes, extent, patch, seen, depth
+    tmp_path, boxes, patch, seen, depth
 ):
     store = with_boxes(prepared(tmp_path, [THIN] * 4), boxes + boxes[:1] * (4 - len(boxes)))
-    made, why = depth_of_store(store, extent, 5, patch)
+    made, why = depth_of_store(store, "brain", 5, patch)
     assert made == depth
-    what = "a patch of the median case" if patch else "the median case"
-    assert f"{what} has {seen} voxels" in why
+    assert f"the median case has {seen} voxels" in why
 
 
 def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
@@ -76,21 +69,16 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     assert strides_text(strides) == "2,2,1 2,2,1 2,2,2"
     assert "48 x 40 x 32" in why
     assert "1 x 1 x 4 mm" in why
-    decided = by_name(store)
+    decided = {row.name: row.value for row in decisions_of(store)}
     # the median brain has 44 36 8, then 22 18 8, 11 9 8, 6 5 4
-    assert decided["levels"].value == "4"
-    assert decided["strides"].value == "2,2,1 2,2,1 2,2,2"
-    box = store.manifest.largest_box
-    strides, _ = strides_of_store(store, box, 4)
-    divisors = UNetConfig(depth=4, strides=strides).divisors
-    padded = [-(-side // divisor) * divisor for side, divisor in zip(box, divisors)]
-    assert decided["padded grid"].value == " x ".join(map(str, padded))
+    assert (decided["levels"], decided["strides"]) == ("4", "2,2,1 2,2,1 2,2,2")
+    assert store.manifest.largest_box == (44, 36, 30)
+    assert decided["padded grid"] == "48 x 40 x 30"
 
 
 @pytest.mark.parametrize(("ignore", "value"), [(None, "none"), (2, "2 core")])
 def test_regions_have_their_labels_and_the_ignored_one_is_named(tmp_path, ignore, value):
     store = prepared(tmp_path, [THIN] * 4)
     manifest = dataclasses.replace(store.manifest, ignore=ignore)
-    decided = by_name(Store(store.folder, manifest))
-    assert decided["region edema"].value == "1 edema"
-    assert decided["ignored label"].value == value
+    decided = {row.name: row.value for row in decisions_of(Store(store.folder, manifest))}
+    assert (decided["region edema"], decided["ignored label"]) == ("1 edema", value)
