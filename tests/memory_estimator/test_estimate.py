@@ -92,14 +92,8 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     ("changes", "versions", "setting"),
     [
         ({"threads": 56}, {}, "56 threads"),
-        ({"constants": shipped_constants("amx")}, {}, "amx"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
         ({"unet": dataclasses.replace(SMALL.unet, network="cicek2016")}, {}, "cicek2016"),
-        (
-            {"unet": dataclasses.replace(SMALL.unet, dtype="float32")},
-            {},
-            "float32 under policy speed",
-        ),
     ],
 )
 def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, versions, setting):
@@ -113,19 +107,12 @@ def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, ver
     assert of(accuracy=Accuracy(())).upper_bound_bytes > 1.2 * of().process_peak_bytes
 
 
-def test_threads_take_scratch_of_their_own():
-    two, many = (of(threads=threads).process_peak_bytes for threads in (2, 56))
-    assert many > two + 54 * 2**20 / 2  # half of a cache each, and more
-
-
 def test_a_job_like_those_recorded_has_their_errors_whatever_its_size_and_says_of_which():
-    for job in (SMALL, dataclasses.replace(SMALL, shape=(240, 240, 160), batch=3)):
-        result = of(job)
-        assert result.kind == RECORDED.kinds[0]
-        assert result.upper_bound_bytes == result.kind.upper_bound(result.process_peak_bytes)
-        errors = result.to_json()["errors"]
-        assert errors["process_peak"] == errors["step_s"] == "± 1.0%, worst 2.0%"
-        assert errors["records"]["hosts"] == ("AMD EPYC",)
+    result = of(SMALL, shape=(240, 240, 160), batch=3)
+    assert result.kind == RECORDED.kinds[0]
+    assert result.upper_bound_bytes == result.kind.upper_bound(result.process_peak_bytes)
+    errors = result.to_json()["errors"]
+    assert errors["process_peak"] == errors["step_s"] == "± 1.0%, worst 2.0%"
 
 
 def test_a_step_is_its_micro_batches_and_one_update():

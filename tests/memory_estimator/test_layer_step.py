@@ -20,15 +20,10 @@ WITHOUT = dataclasses.replace(SMALL.host, isa=("avx",))
 # EPYC, TensorFlow 2.15.1, 2026-11-26.
 MEASURED = [
     ({"dtype": "float32"}, {}, 64, 1094),
-    ({"dtype": "bfloat16"}, {}, 64, 969),
-    ({"dtype": "float32"}, {"engine": "stock"}, 64, 897),
-    ({"dtype": "bfloat16"}, {"engine": "stock"}, 64, 822),
     ({"dtype": "float32"}, {}, 96, 1914),
-    ({"dtype": "bfloat16"}, {}, 96, 1399),
     ({"dtype": "float32", "norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
     ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
     ({"dtype": "float32", "network": "cicek2016", "depth": 4}, {"engine": "stock"}, 64, 1108),
-    ({"dtype": "bfloat16", "filters": 32, "depth": 4}, {}, 64, 1149),
     ({"dtype": "float32"}, {"engine": "stock"}, 96, 1532),
     ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195),
     ({"dtype": "bfloat16"}, {}, 128, 2275),
