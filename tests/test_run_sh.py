@@ -141,18 +141,16 @@ def test_without_a_python_that_will_do_it_is_said_what_to_install(sandbox, versi
 def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(ready):
     ready.python("python3.12", "3.12")
     left_over = ready.root / ".venv/left-over"
-    left_over.touch()
-    for words, file in (
-        (["--latest"], "requirements-latest.txt"),
-        ([], "requirements.txt"),
-        (["--gpu"], "requirements-gpu.txt"),
+    for words, engine, is_kept in (
+        (["--latest"], "requirements-latest.txt", False),
+        ([], "requirements.txt", False),
+        (["--gpu"], "requirements-gpu.txt", False),
+        (["--gpu"], "requirements-gpu.txt", True),
     ):
-        code, printed = ready.run("setup", *words)
-        assert (code, ready.engine()) == (0, file), printed
-        assert not left_over.exists()
         left_over.touch()
-    assert ready.run("setup", "--gpu")[0] == 0
-    assert left_over.exists()
+        code, printed = ready.run("setup", *words)
+        assert (code, ready.engine()) == (0, engine), printed
+        assert left_over.exists() == is_kept
     assert len(ready.calls()) == 3
 
 
@@ -210,12 +208,11 @@ def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(sandb
 
 def test_a_second_run_installs_nothing_until_the_requirements_change(ready):
     (ready.bin / "python3.11").rename(ready.bin / "away")  # what is whole needs no other Python
-    assert ready.run("train") == (0, "")
-    assert [line.split()[0] for line in ready.calls()] == ["python3.11"]
-    with (ready.root / "requirements-gpu.txt").open("a") as file:
-        file.write("# changed\n")
-    assert ready.run("train")[0] == 0
-    assert [line.split()[0] for line in ready.calls()] == ["pip", "python3.11"]
+    for called in (["python3.11"], ["pip", "python3.11"]):
+        assert ready.run("train")[0] == 0
+        assert [line.split()[0] for line in ready.calls()] == called
+        with (ready.root / "requirements-gpu.txt").open("a") as file:
+            file.write("# changed\n")
 
 
 def test_a_failed_installation_shows_why_and_is_not_taken_for_whole(sandbox):

@@ -16,8 +16,6 @@ from typing import List, Optional, Sequence
 
 from rich.console import Console
 
-from cpu3d.errors import InputError
-from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import (
     ThreadPlan,
@@ -61,9 +59,6 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    if not installed(options.engine):
-        got = f"{options.engine}, which is not installed here"
-        raise InputError(f"--engine must be installed, got {got}; choose stock")
     topology = read_topology()
     workers = options.workers
     if workers is None:
