@@ -20,15 +20,12 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
-from cpu3d.errors import InputError
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores_file import read_scores, scores_path
-from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
 from tests.cpu3d.data.made_datasets import dataset_json, make_record
 from tests.cpu3d.runs import (
-    HOST,
     SMALL,
     assert_same_weights,
     decided,
@@ -114,7 +111,6 @@ WHOLE = {"whole": (1, 2), "Anterior": (1,)}
 @pytest.mark.parametrize(
     ("names", "regions", "learnt", "every"),
     [
-        (("liver", "lesion"), NESTED, (), 1),
         (("liver", "lesion"), NESTED, (), 2),
         (("liver", "lesion"), NESTED, ("lesion",), 1),
         (("Anterior", "Posterior"), WHOLE, (), 1),
@@ -198,10 +194,7 @@ def labelled_about(middles):
         ((-850, -300, 40, -700, 60), ""),  # lungs: nodules, air
         ((60, 50, -850, 700, 55), ""),  # soft tissue in most, lungs in one, bone in another
         ((100, None, 1124, 105), "c"),  # one without a label
-        ((700, -100, 650, 700, -110), ""),  # bone in some, fat in others
         ((700, -900, 650, 700, -880), ""),  # bone in some, lungs in others
-        ((100, 110, 5000, 105, 98), "c"),  # multiplied
-        ((100,), ""),
         ((1129, 95, 1119, 105), "ac"),  # of two groups the lower one is taken to be in HU
         ((-924, 100, 1124), "ac"),
     ],
@@ -248,14 +241,6 @@ def test_a_run_is_scored_and_reported(stores, runs):
     modality = shown[0]["modalities"][0]
     kind = stores["hu"].manifest.normalisation[0]
     assert (modality["unit"], modality["window"]) == ("HU", [kind.low, kind.high])
-
-
-def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs, tmp_path):
-    data = stores["hu"].folder.parent / "data"
-    chosen = StoreSettings(normalise=("CT=zscore",))
-    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
-    with pytest.raises(InputError, match="must keep its settings, got split_hash"):
-        make_plan(open_store(tmp_path / "store"), runs["hu"], HOST, {})
 
 
 # --- Of several spacings ---
@@ -331,24 +316,19 @@ def test_a_ct_of_another_spacing_is_predicted_and_exported_alike(mixed, mixed_ru
     exported = tmp_path / "exported"
     words = ["export", "--run", mixed_run, "--format", "onnx", "--out", exported]
     assert main([str(word) for word in words]) == 0
-    verification = json.loads((exported / "export.json").read_text())["verification"]
-    assert verification["largest_difference"] <= verification["tolerance"]
-    for number in (1, 2):
-        name = f"BRATS_{number:03}.nii.gz"
-        image = mixed.folder.parent / "data/imagesTr" / name
-        out = tmp_path / "out"
-        words = ["predict", "--run", mixed_run, "--image", image, "--out", out, "--page"]
+    name = "BRATS_002.nii.gz"
+    image = mixed.folder.parent / "data/imagesTr" / name
+    answers = []
+    for way in (["--run", mixed_run], ["--network", exported]):
+        words = ["predict", *way, "--image", image, "--out", tmp_path / way[0]]
         assert main([str(word) for word in words]) == 0
-        answer, grid = read_volume(out / name)
+        answer, grid = read_volume(tmp_path / way[0] / name)
         assert grid == read_volume(image)[1]
-        (shown,) = shown_cases(out / name.replace("nii.gz", "html"))
-        assert shown["modalities"][0]["unit"] == "HU"
-        words = ["predict", "--network", exported, "--image", image, "--out", tmp_path / "other"]
-        assert main([str(word) for word in words]) == 0
-        np.testing.assert_array_equal(read_volume(tmp_path / "other" / name)[0], answer)
+        answers.append(answer)
+    np.testing.assert_array_equal(*answers)
 
 
-def test_more_ct_of_another_spacing_is_taken_and_lost_files_come_back(mixed, tmp_path):
+def test_more_ct_of_another_spacing_is_taken(mixed, tmp_path):
     data = mixed.folder.parent / "data"
     few = tmp_path / "few"
     shutil.copytree(data, few)
@@ -365,8 +345,4 @@ def test_more_ct_of_another_spacing_is_taken_and_lost_files_come_back(mixed, tmp
     assert record.stored == record.box  # the window is known by now
     own = mixed.case("BRATS_003")
     assert (record.units, record.image_voxels_sha256) == (own.units, own.image_voxels_sha256)
-    for name in ("002.x", "003.x", "003.t"):
-        (store / f"cases/BRATS_{name}.b2nd").unlink()
-    append(store, data, workers=1)
     assert verify(store, workers=1) == ()
-    assert open_store(store).manifest == done.manifest
