@@ -149,10 +149,7 @@ def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(
     errors = SimpleNamespace(ResourceExhaustedError=OutOfMemoryError)
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(errors=errors))
     message = r"must hold a step, got .*shape\[1,16\] on GPU:0\W+do this$"
-    with (
-        pytest.raises(DoesNotFitError, match=message),
-        fits_memory("a step", "choose a smaller --patch"),
-    ):
+    with pytest.raises(DoesNotFitError, match=message), fits_memory("a step", "do this"):
         raise OutOfMemoryError
     with pytest.raises(ValueError, match="another"), fits_memory("a step", ""):
         raise ValueError("another")
