@@ -45,27 +45,28 @@ class UNet3D(tf.keras.Model):
         A SavedModel and a step that XLA compiles have the layers, as neither can hold native
         operations.
 
-        A tape has gradients of the weights and of the image in training alone, by native
-        operations.
+        A tape has gradients of the weights and of the image by native operations, but for a
+        `training=False` inside of a `tf.function`.
         """
         if self.jit_compile or in_save_context() or not operations.in_use():
             return super().call(inputs, training, mask)
         (image,) = tf.nest.flatten(inputs)
         image = tf.cast(image, self.unet.dtype)
-        # TensorFlow keeps what has a gradient of its own for good, and its graph with it.
-        logits = self._in_training(image) if training else Pass(self, False).forward(image)
-        return one_or_all(logits)
+        if training is False and not tf.executing_eagerly():
+            # TensorFlow keeps a function that has gradients of its own for good, with its graph.
+            return one_or_all(Pass(self, False).forward(image))
+        return one_or_all(self._logits(image, bool(training)))
 
     # Nothing in it branches on a tensor, and to convert it takes seconds.
     @tf.autograph.experimental.do_not_convert
-    def _in_training(self, image: tf.Tensor) -> List[tf.Tensor]:
+    def _logits(self, image: tf.Tensor, training: bool) -> List[tf.Tensor]:
         """The logits of each head, with the backward pass of `Pass` as their gradient."""
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
         names = [weight.name for weight in read]
 
         @tf.custom_gradient
         def computed(image: tf.Tensor, *values: tf.Tensor) -> Tuple[List[tf.Tensor], Any]:
-            network = Pass(self, True, dict(zip(names, values)))
+            network = Pass(self, training, dict(zip(names, values)))
 
             def gradient(*slopes: tf.Tensor) -> Tuple[Optional[tf.Tensor], ...]:
                 by_name = network.backward(slopes)

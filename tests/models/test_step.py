@@ -197,9 +197,10 @@ def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient
     assert tape.gradient(loss, image) is None
 
 
-def test_gradients_of_an_inference_are_refused(case):
-    with pytest.raises(NotImplementedError, match="training=True"):
-        image_gradient(*case[:2], training=False)
+@pytest.mark.parametrize("training", [None, False, True])
+def test_a_tape_has_gradients_as_of_the_layers_in_training_or_not(case, training):
+    model, image, expected = case
+    assert distances([image_gradient(model, image, training)], [expected])[0] < 1e-5
 
 
 def test_an_image_may_come_as_keras_takes_it_and_from_another_layer(case):

@@ -204,7 +204,7 @@ def samples(store, augment=NO_AUGMENT):
         augment,
         SampleSpec(size, (0,), ((1,),)),
         share=ALL,
-        mirrored=(0, 1, 2),
+        mirrored=augment.mirrored_axes(()),
         normalisation=store.manifest.normalisation,
     )
     return [load(index)[0] for index in range(6 * len(records))]
