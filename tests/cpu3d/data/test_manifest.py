@@ -19,6 +19,7 @@ def read(record, **changes):
         {"case_id": "../a"},
         {"format": "zip"},
         {"box": {"start": [0, 0, 0], "size": [9, 1, 1]}},
+        {"stored": {"start": [0, 0, 0], "size": [9, 4, 4]}},
         {"channel_std": [0.0]},
         {"channel_mean": [1.0, 2.0]},
         {"label_voxels": {}},
@@ -47,7 +48,9 @@ def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else():
     cases = [make_record("a"), make_record("b")]
     manifest = manifest_of(cases, {"train": ["a"], "val": ["b"]})
     same = manifest_of(cases[::-1], {"val": ["b"], "train": ["a"]})
-    assert same.split_hash == manifest.split_hash
+    assert same.split_hash == manifest.split_hash == "4e16801da7b0", (
+        "runs refuse a store of another"
+    )
     files = {"x": ArrayFile(9, "0")}
     repacked = make_record("a", format="b2nd", files=files, stored=cases[0].box)
     assert remake(manifest, cases=[repacked, cases[1]]).split_hash == manifest.split_hash

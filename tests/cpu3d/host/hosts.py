@@ -40,9 +40,8 @@ XEON = dataclasses.replace(
 PAPER = made_up("Xeon, 20 cores", VNNI[:-1], 1536, sockets=4, cores=20, threads=2)
 SNC4 = made_up("Xeon, 60 cores with AMX", AMX, 2048, sockets=2, cores=60, threads=2, nodes=4)
 CLOUD = made_up("64 cores of a cloud", VNNI[:3], 256, sockets=1, cores=64)
-QUOTA = dataclasses.replace(
-    CLOUD, host=dataclasses.replace(CLOUD.host, cpu_quota=7.0, cgroup_limit_bytes=32 * GIB)
-)
+_LIMITS = {"cpu_quota": 7.0, "cgroup_limit_bytes": 32 * GIB, "cgroup_used_bytes": 4 * GIB}
+QUOTA = dataclasses.replace(CLOUD, host=dataclasses.replace(CLOUD.host, **_LIMITS))
 HOSTS = (SMALL, XEON, PAPER, SNC4, QUOTA)
 
 

@@ -39,3 +39,10 @@ def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
         == read_host(tmp_path).free_bytes
         < 768 * GIB
     )
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "floor_bytes"), [(8 * GIB, GIB // 16), (100 * GIB, GIB // 5), (2048 * GIB, GIB)]
+)
+def test_more_is_kept_free_on_a_larger_host(total_bytes, floor_bytes):
+    assert Room(0, total_bytes).floor_bytes == floor_bytes

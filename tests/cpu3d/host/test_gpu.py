@@ -1,6 +1,7 @@
 """Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is
 given."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
@@ -11,12 +12,16 @@ from cpu3d.host import gpu
 from cpu3d.host.gpu import (
     Gpu,
     HostGpus,
+    check_card,
     fits_memory,
     parse_gpus,
     pick_device,
     use_device,
     why_no_card,
 )
+from memory_estimator.job import Job
+from memory_estimator.planner import gpu_bytes
+from models.config import UNetConfig
 
 MIB = 2**20
 
@@ -93,6 +98,14 @@ def test_a_card_is_taken_for_patches_where_there_is_one(
 def test_a_device_that_is_not_there_is_an_error(asked, gpus, message):
     with pytest.raises(InputError, match=message):
         pick_device(asked, "patch", gpus)
+
+
+def test_a_step_must_fit_into_the_free_memory_of_a_card():
+    job = Job(UNetConfig(depth=2, filters=8), (32, 32, 32), engine="stock")
+    needed = gpu_bytes(job)
+    check_card(dataclasses.replace(A100, free_bytes=needed), job, "")
+    with pytest.raises(DoesNotFitError, match=r"gpu:1 must hold a step of .*; do this$"):
+        check_card(dataclasses.replace(A100, free_bytes=needed - 1), job, "do this")
 
 
 # --- What TensorFlow is given ---

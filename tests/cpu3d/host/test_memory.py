@@ -13,10 +13,11 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
 
 
-def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak():
+@pytest.mark.parametrize("sharing", [mmap.MAP_PRIVATE, mmap.MAP_SHARED])
+def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak(sharing):
     before = resident()
     peak = peak_rss_bytes()
-    block = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = mmap.mmap(-1, 64 * MIB, flags=sharing | mmap.MAP_ANONYMOUS)
     for page in range(0, len(block), 4096):
         block[page] = 1
     after = resident(os.getpid())

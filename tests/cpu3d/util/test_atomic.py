@@ -3,6 +3,8 @@ import errno
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -17,6 +19,7 @@ from cpu3d.util.atomic import (
     write_bytes,
     write_json,
 )
+from cpu3d.util.child import ROOT
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
@@ -84,7 +87,6 @@ def test_only_unfinished_files_of_this_program_are_removed(tmp_path):
 
 
 def test_files_are_replaced_together_or_not_at_all(tmp_path):
-    """What a kill in between leaves is tested with the scores, `tests/cpu3d/inference`."""
     for text in ("old", "new"):
         with replace_files(tmp_path, ("a", "b")) as folder:
             for name in "ab":
@@ -92,6 +94,43 @@ def test_files_are_replaced_together_or_not_at_all(tmp_path):
     with pytest.raises(FileNotFoundError), replace_files(tmp_path, ("a", "b")) as folder:
         (folder / "a").write_text("half")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from cpu3d.util.atomic import replace_files
+left = int(sys.argv[2])
+rename = Path.rename
+
+def counted(*paths):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(9)
+    return rename(*paths)
+
+Path.rename = counted
+with replace_files(Path(sys.argv[1]), ("a", "b")) as folder:
+    for name in "ab":
+        (folder / name).write_text("new")
+"""
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3, 4])
+def test_a_process_that_is_killed_between_two_files_leaves_no_mixture(tmp_path, renames):
+    for name in "ab":
+        (tmp_path / name).write_text("old")
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(renames)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment)
+    assert done.returncode == (9 if renames < 4 else 0)
+    if (tmp_path / "b").exists():
+        assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    with contextlib.suppress(KeyError), replace_files(tmp_path, ("a", "b")):
+        raise KeyError
+    assert len({(tmp_path / name).read_text() for name in "ab"}) == 1
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path):

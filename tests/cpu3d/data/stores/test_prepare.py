@@ -82,6 +82,18 @@ def test_only_a_case_that_is_not_whole_is_done_when_a_store_is_continued(
     assert content_of(store) == before
 
 
+def test_an_unfinished_store_takes_sources_and_patients_as_they_are_now(tmp_path, dataset, store):
+    (store / "manifest.json").unlink()
+    label = tiny_label(3)
+    write_nifti(dataset / "labelsTr/BRATS_001.nii.gz", label)
+    table = tmp_path / "table"
+    table.write_text("".join(f"BRATS_00{number},p{number}\n" for number in range(4)))
+    manifest = prepare(dataset, store, **THIRDS, patients=table)
+    assert [case.patient_id for case in manifest.cases] == ["p0", "p1", "p2", "p3"]
+    counts = manifest.cases[1].label_voxels
+    assert counts == {code: (label == code).sum() for code in np.unique(label)}
+
+
 @pytest.mark.parametrize("is_as_long", [True, False])
 def test_a_source_that_changed_is_found_by_its_size_or_by_its_date_and_hash(
     dataset, store, capsys, is_as_long

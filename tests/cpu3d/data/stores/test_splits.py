@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
-from cpu3d.data.fold import deal, parse_fold, with_fold
+from cpu3d.data.fold import deal, parse_fold, with_fold, with_folds
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import split_cases
@@ -261,6 +261,10 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
     assert with_fold(opened, "1/2").manifest.split == own
     second = {"train": ("b", "c"), "val": ("a",), "test": ("d",)}
     assert with_fold(opened, "2/2").manifest.split == second
+    both = {"train": ("b",), "val": ("a", "c"), "test": ("d",)}  # what both train on
+    assert with_folds(opened, ["1/2", "2/2"]).manifest.split == both
+    with pytest.raises(InputError, match="--seed must be left out with --splits, got 1"):
+        prepare(data, store, workers=1, splits=folds(TWO), seed=1)
     with pytest.raises(InputError, match=r"fold must be one of the 2 .*, got 1/3"):
         with_fold(opened, "1/3")
     assert prepare(data, store, workers=1, splits=folds(TWO)) == manifest
