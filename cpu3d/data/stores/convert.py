@@ -87,7 +87,7 @@ def convert(
 
 def header_problems(files: CaseFiles, channels: Sequence[str]) -> List[str]:
     """What the headers of a case's files show to be wrong, so that it need not be read: other
-    channels than these, or grids of several places."""
+    channels than these, or grids that differ."""
     wanted: List[Tuple[str, ...]] = [(channel,) for channel in channels]
     if len(files.images) == 1:
         wanted = [tuple(channels)]

@@ -221,13 +221,14 @@ def _folds_of(
 ) -> Tuple[Split, ...]:
     """The folds of a file for the cases of a data set, else those of its own list unless the user
     `draws` a split."""
-    if splits is None and (draws or not dataset.folds):
-        return ()
-    if splits is not None and seed:
-        raise InputError(f"--seed must be left out with --splits, got {seed}; nothing is drawn")
-    folds = dataset.folds
-    name = f"data set {dataset.folder}"
-    if splits is not None:
+    if splits is None:
+        if draws:
+            return ()
+        folds = dataset.folds
+        name = f"data set {dataset.folder}"
+    else:
+        if seed:
+            raise InputError(f"--seed must be left out with --splits, got {seed}; nothing is drawn")
         folds = read_folds(splits)
         name = f"--splits {splits}"
     labelled = [case.case_id for case in dataset.cases if case.label]

@@ -139,16 +139,13 @@ def _spacing(store: Store) -> DecidedRow:
     found = f"voxels of training cases have {range_in_mm(spacings)}"
     target_mm = store.manifest.target_spacing_mm
     by_itself = target_spacing(spacings, shapes)
-    if target_mm is None:
-        value = f"{in_mm(common_spacing(spacings))}, as the files have them"
-        if by_itself is not None:
-            found += "; kept by --spacing off, or as the store was begun"
-        return DecidedRow("spacing", value, found)
-    resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
     if by_itself != target_mm:
         found += "; by --spacing, or as the store was begun"
-    found += "; a case keeps its field of view, which is cut into a whole number of voxels"
-    value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
+    if target_mm is None:
+        value = f"{in_mm(common_spacing(spacings))}, as the files have them"
+    else:
+        resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
+        value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
     return DecidedRow("spacing", value, found)
 
 
