@@ -22,7 +22,6 @@ def read(record, **changes):
         {"stored": {"start": [0, 0, 0], "size": [9, 4, 4]}},
         {"channel_std": [0.0]},
         {"channel_mean": [1.0, 2.0]},
-        {"label_voxels": {}},
         {"patient_id": None},
     ],
 )

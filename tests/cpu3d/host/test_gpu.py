@@ -71,20 +71,15 @@ def test_the_driver_is_asked_once_and_only_where_a_card_may_be_taken(
 
 
 @pytest.mark.parametrize(
-    ("asked", "mode", "gpus", "cuda", "device", "is_explained"),
-    [
-        (None, "patch", (V100, A100), False, "cpu", True),
-        (None, "patch", (V100, A100), True, "gpu:1", False),
-        ("gpu:0", "patch", (V100, A100), False, "gpu:0", False),
-        ("gpu:0", "whole", (V100,), True, "gpu:0", False),
-    ],
+    ("asked", "cuda", "device", "is_explained"),
+    [(None, False, "cpu", True), (None, True, "gpu:1", False), ("gpu:0", False, "gpu:0", False)],
 )
 def test_a_card_is_taken_for_patches_where_there_is_one(
-    asked, mode, gpus, cuda, device, is_explained, monkeypatch
+    asked, cuda, device, is_explained, monkeypatch
 ):
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
-    assert pick_device(asked, mode, gpus) == device
-    assert len(why_no_card(asked, mode, gpus)) == is_explained
+    assert pick_device(asked, "patch", (V100, A100)) == device
+    assert len(why_no_card(asked, "patch", (V100, A100))) == is_explained
 
 
 @pytest.mark.parametrize(

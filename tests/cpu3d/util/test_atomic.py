@@ -86,16 +86,6 @@ def test_only_unfinished_files_of_this_program_are_removed(tmp_path):
     )
 
 
-def test_files_are_replaced_together_or_not_at_all(tmp_path):
-    for text in ("old", "new"):
-        with replace_files(tmp_path, ("a", "b")) as folder:
-            for name in "ab":
-                (folder / name).write_text(text)
-    with pytest.raises(FileNotFoundError), replace_files(tmp_path, ("a", "b")) as folder:
-        (folder / "a").write_text("half")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
-
-
 KILLED = """
 import os, sys
 from pathlib import Path

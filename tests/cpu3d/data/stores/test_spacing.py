@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.cases.resample import Keep, resample_image
+from cpu3d.data.cases.resample import Keep
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
-from cpu3d.data.normalise import in_units
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
@@ -123,17 +122,3 @@ def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
     half[28:] = True  # the file's first axis runs to the left
     box = store.case("b").box.slices(half.shape)
     np.testing.assert_array_equal((store.label("b") == 9)[box], half[box])
-
-
-def test_a_channel_without_a_background_is_resampled_as_it_is(tmp_path):
-    data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
-    store = tmp_path / "store"
-    settings = StoreSettings(normalise=("FLAIR=zscore",))
-    manifest = prepare(data, store, **ALL, spacing=(2.0, 2.0, 2.0), settings=settings)
-    for record in manifest.cases:
-        source = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
-        image = in_units(open_store(store).image(record.case_id), record.units)
-        for index, fill in enumerate((None, 0.0)):
-            expected = resample_image(source[..., index], record.shape, ISO, fill)
-            half_step = 0.51 * record.units[index][0]
-            np.testing.assert_allclose(image[..., index], expected, atol=half_step)
