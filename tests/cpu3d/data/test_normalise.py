@@ -108,11 +108,6 @@ def test_a_store_with_a_damaged_kind_is_refused(tmp_path):
         open_store(tmp_path)
 
 
-def test_numbers_of_another_count_than_the_channels_are_refused():
-    with pytest.raises(ValueError, match="around"):
-        case_from_json(record_bytes(make_record(around=(1.0, 2.0))))
-
-
 def test_the_hash_of_a_split_is_of_kinds_and_not_of_reasons():
     each = Normalisation(Kind.ZSCORE, why="by --normalise", is_chosen=True)
     none = {"train": [], "val": [], "test": []}
