@@ -93,7 +93,7 @@ def test_ids_that_stand_for_other_files_are_refused(data, store):
 )
 def test_other_channels_or_labels_are_refused(data, store, field, content):
     others = decathlon(data / "others", 1, **{field: content})
-    with pytest.raises(InputError, match=list(content.values())[-2]):
+    with pytest.raises(InputError, match=r"necrosis|ADC"):
         append(store, others, workers=1)
 
 
@@ -120,8 +120,8 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     with pytest.raises(InputError, match="got 2 bad cases"):
         append(store, data / "many", workers=1)
     assert open_store(store).manifest == before
-    command = ["store", "append", "--store", str(store), "--workers", "1", "--skip-bad"]
-    assert main([*command, "--dataset", str(data / "many")]) == 0
+    command = f"store append --store {store} --workers 1 --skip-bad --dataset {data / 'many'}"
+    assert main(command.split()) == 0
     after = open_store(store).manifest
     printed = capsys.readouterr().out
     assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]

@@ -51,17 +51,19 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     assert len(verify(folder, workers=1)) == 3
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_without_resampling_a_store_has_the_files_that_it_always_had(tmp_path, alike):
-    spacings = dict.fromkeys("abc", (1.0, 1.0, 2.0)) if alike else SPACINGS
+@pytest.mark.parametrize(
+    ("spacings", "spacing"),
+    [(dict.fromkeys("abc", (1.0, 1.0, 2.0)), Keep.AUTO), (SPACINGS, Keep.OFF)],
+)
+def test_without_resampling_images_are_as_their_files_have_them(tmp_path, spacings, spacing):
     data = spaced_set(tmp_path / "data", spacings)
-    spacing = Keep.AUTO if alike else Keep.OFF
     manifest = prepare(data, tmp_path / "store", **ALL, spacing=spacing)
     assert manifest.target_spacing_mm is None
+    store = open_store(tmp_path / "store")
     for record in manifest.cases:
         assert record.spacing_mm == pytest.approx(spacings[record.case_id])
         image = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
-        np.testing.assert_array_equal(open_store(tmp_path / "store").image(record.case_id), image)
+        np.testing.assert_array_equal(store.image(record.case_id), image)
     assert not list(tmp_path.glob("store/cases/*.t.*"))
 
 
