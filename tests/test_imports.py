@@ -103,9 +103,8 @@ def test_the_package_has_the_source_and_imports_it_when_it_is_asked_for():
 # --- The order of rooms ---
 
 ORDER = (
-    "models memory_estimator errors util data pages host store_facts settings chosen run decisions "
-    "forecast plan plan_text checks distributed training inference report experiments "
-    "bench __main__/demo"
+    "models memory_estimator errors util data pages host store_facts settings run decisions "
+    "plan plan_text distributed training inference report experiments bench __main__/demo"
 )
 """Rooms with a / between them are beside each other."""
 

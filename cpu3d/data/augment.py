@@ -53,8 +53,9 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         for name, strength in vars(self).items():
-            if not 0 <= strength < math.inf:
-                rule = f"augment {name} must be at least 0, and finite"
+            limit = 1 if name in SHARES else math.inf
+            if name != "flip" and not 0 <= strength < limit:
+                rule = f"augment {name} must be in [0, {limit})"
                 raise ValueError(f"{rule}, got {strength}; 0 turns it off")
 
     def mirrored_axes(self, label_names: Iterable[str]) -> Tuple[int, ...]:
@@ -69,6 +70,9 @@ class AugmentConfig:
         """Tell whether a change of intensity needs all of a volume at a time, in float32."""
         return any((self.contrast, self.gamma, self.blur, self.low_resolution))
 
+
+# A share of 1 or more would turn values round, or leave no voxel.
+SHARES = ("gain", "contrast", "low_resolution")
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 

@@ -241,7 +241,7 @@ def _run(
 @tf.RegisterGradient("CpuOperation")
 def _refuse_gradient(*_: Any) -> None:
     """A training step does not come here: models/step.py has gradients by native operations."""
-    rule = "gradients must be the first ones of model(image, training=True), got others"
+    rule = "gradients must be first ones, and in a tf.function of training=True, got others"
     todo = "take those of its layers, tf.keras.Model(model.input, model.output)"
     raise NotImplementedError(f"{rule}; {todo}")
 

@@ -203,6 +203,11 @@ def test_a_tape_has_gradients_as_of_the_layers_in_training_or_not(case, training
     assert distances([image_gradient(model, image, training)], [expected])[0] < 1e-5
 
 
+def test_gradients_of_a_traced_inference_are_refused(case):
+    with pytest.raises(NotImplementedError, match="training=True"):
+        tf.function(image_gradient)(*case[:2], False)
+
+
 def test_an_image_may_come_as_keras_takes_it_and_from_another_layer(case):
     model, image, gradient = case
     for given in ([image], {"image": image}, image.numpy().astype(float)):
