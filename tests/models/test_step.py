@@ -204,7 +204,7 @@ def test_a_tape_has_gradients_as_of_the_layers_in_training_or_not(case, training
 
 
 def test_gradients_of_a_traced_inference_are_refused(case):
-    with pytest.raises(NotImplementedError, match="training=True"):
+    with pytest.raises(NotImplementedError):
         tf.function(image_gradient)(*case[:2], False)
 
 
