@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memory_estimator.calibration import HostConstants
+from memory_estimator.calibration import shipped_constants
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import NativeOperation, Program, StepOp
 from memory_estimator.step.timing import op_seconds
@@ -12,31 +12,22 @@ from models.config import UNetConfig
 
 MIB = 2**20
 
-CONSTANTS = HostConstants(
-    name="by hand",
+CONSTANTS = dataclasses.replace(
+    shipped_constants(""),
     instructions="",
-    cpu="",
-    origin="assumed",
-    origins={},
-    record="none",
-    date="2026-01-01",
     threads=2,
     saturating_threads=4,
-    baseline_bytes={"stock": 1000},
-    op_bytes={"stock": 10},
-    l2_bytes=2**20,
     costs={
         "float32": {
             "convolve": {"work": 1e-12, "work, values": 2e-9},
+            "project": {"work": 1e-9, "traffic": 1e-10},
             "pass": {"traffic": 3e-9},
             "every_op": {"seconds": 1e-5},
         }
     },
 )
 
-JOB = Job(
-    UNetConfig(depth=2, policy="speed", dtype="float32"), (32, 32, 32), engine="stock", threads=2
-)
+JOB = Job(UNetConfig(dtype="float32"))
 
 
 def seconds(*ops, threads=2, constants=CONSTANTS):
@@ -56,24 +47,23 @@ def test_a_convolution_takes_its_work_in_whole_blocks_its_values_and_the_overhea
     assert seconds(convolution(3, 3)) == pytest.approx(54e3 * 64 * 1e-12 + 20e3 * 2e-9 + 1e-5)
 
 
-def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
-    without = {"float32": {**CONSTANTS.costs["float32"], "every_op": {"seconds": 0.0}}}
-    at = lambda op, threads: seconds(
-        op, threads=threads, constants=dataclasses.replace(CONSTANTS, costs=without)
-    )
-    work = convolution(16, 16)
-    traffic = StepOp("n", "pass", traffic_bytes=2 * MIB)
-    assert at(work, 2) / at(work, 16) == pytest.approx(8)
-    assert at(traffic, 2) / at(traffic, 4) == pytest.approx(2)
-    assert at(traffic, 4) == at(traffic, 64)
+@pytest.mark.parametrize(
+    ("threads", "work_s", "traffic_s"),
+    [(1, 2, 2), (2, 1, 1), (4, 1 / 2, 1 / 2), (64, 1 / 32, 1 / 2)],
+)
+def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy(
+    threads, work_s, traffic_s
+):
+    op = StepOp("p", "project", flops=10**6, traffic_bytes=MIB)
+    by_hand = 1e-3 * work_s + 1e-10 * MIB * traffic_s + 1e-5
+    assert seconds(op, threads=threads) == pytest.approx(by_hand)
 
 
-def test_an_operation_takes_as_long_as_the_thread_with_most_of_its_rows():
+@pytest.mark.usefixtures("needs_native")
+@pytest.mark.parametrize(("threads", "work_s"), [(1, 1.5), (2, 1), (8, 0.5)])
+def test_an_operation_takes_as_long_as_the_thread_with_most_of_its_rows(threads, work_s):
     """Three rows: on two threads one has two of them, on eight each has one at most."""
     native = NativeOperation("project", 1, (1, 3, 8), 16, 3, 4)
-    work = StepOp("p", "project", ("map",), native=native, flops=10**6)
-    costs = {"project": {"work": 1e-9, "traffic": 0.0}, "every_op": {"seconds": 0.0}}
-    by_own = dataclasses.replace(CONSTANTS, instructions="avx2", costs={"float32": costs})
-    assert seconds(work, threads=2, constants=by_own) == pytest.approx(1e-3)
-    assert seconds(work, threads=8, constants=by_own) == pytest.approx(0.5e-3)
-    assert seconds(work, threads=1, constants=by_own) == pytest.approx(1.5e-3)
+    op = StepOp("p", "project", native=native, flops=10**6)
+    constants = dataclasses.replace(CONSTANTS, instructions="avx2")
+    assert seconds(op, threads=threads, constants=constants) == pytest.approx(1e-3 * work_s + 1e-5)
