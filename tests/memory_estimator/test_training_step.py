@@ -54,20 +54,15 @@ JOBS = st.builds(
 def test_every_program_is_consistent(job):
     program = training_step(job)
     assert len({op.name for op in program.ops}) == len(program.ops)
-    assert [*dict.fromkeys(op.phase for op in program.ops)] == [
-        "forward pass",
-        "loss",
-        "backward pass",
-        "update",
-    ]
+    phases = dict.fromkeys(op.phase for op in program.ops)
+    assert [*phases] == ["forward pass", "loss", "backward pass", "update"]
     # Raises if an operation reads a tensor that does not live.
     line = timeline(program)
     assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
     # What a step takes it gives back.
     allocator = Allocator()
+    allocator.begin(program)
     stays = {tensor.name for tensor in program.resident}
-    for tensor in program.resident:
-        allocator.take(tensor.name, tensor.bytes)
     for _ in range(2):
         allocator.run(walk(program.ops, stays))
     for name in stays:
@@ -75,56 +70,42 @@ def test_every_program_is_consistent(job):
     assert allocator.counted_bytes == 0
 
 
+SMALL = {"dtype": "float32", "policy": "lean"}
 THICK = ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2))  # of slices some times as thick as wide
 
 
 @pytest.mark.parametrize(
-    ("unet", "shape", "optimizer", "measured"),
+    ("unet", "shape", "more", "measured"),
     [
-        ({"dtype": "float32", "policy": "speed"}, (64, 64, 64), "muon", 168_132_608),
-        ({"policy": "speed"}, (96, 96, 96), "muon", 252_313_600),
-        ({"policy": "lean"}, (96, 96, 96), "muon", 164_282_368),
-        ({"policy": "speed", "strides": THICK}, (64, 64, 20), "muon", 83_017_728),
+        ({"dtype": "float32"}, (64, 64, 64), {}, 168_132_608),
+        ({}, (96, 96, 96), {}, 252_313_600),
+        ({"policy": "lean"}, (96, 96, 96), {}, 164_282_368),
+        ({"strides": THICK}, (64, 64, 20), {}, 83_017_728),
         (
             {"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"},
             (96, 96, 96),
-            "muon",
+            {},
             159_875_072,
         ),
-    ],
-)
-def test_the_allocators_peak_is_the_measured_one(unet, shape, optimizer, measured):
-    """get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0,
-    two threads."""
-    network = UNetConfig(**{"dtype": "bfloat16", **unet})
-    job = Job(network, shape, optimizer=optimizer, threads=2)
-    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
-
-
-SMALL = UNetConfig(filters=8, depth=4, policy="lean", dtype="float32")
-WITHOUT_NORM = dataclasses.replace(SMALL, channels=6, outputs=1, filters=7, depth=5, norm="none")
-
-
-@pytest.mark.parametrize(
-    ("job", "measured"),
-    [
         (
-            Job(
-                dataclasses.replace(SMALL, norm="batch"),
-                (64, 64, 48),
-                batch=2,
-                optimizer="adam",
-                freeze="encoder",
-            ),
+            {**SMALL, "depth": 4, "filters": 8, "norm": "batch"},
+            (64, 64, 48),
+            {"batch": 2, "optimizer": "adam", "freeze": "encoder"},
             53_231_616,
         ),
-        (Job(WITHOUT_NORM, (48, 48, 48), batch=2, optimizer="sgd"), 31_570_688),
+        (
+            {**SMALL, "channels": 6, "outputs": 1, "filters": 7, "norm": "none"},
+            (48, 48, 48),
+            {"batch": 2, "optimizer": "sgd"},
+            31_570_688,
+        ),
     ],
-    ids=["frozen, adam", "micro-batches"],
 )
-def test_settings_that_change_a_step_are_on_its_list(job, measured):
-    """As above, in float32."""
-    job = dataclasses.replace(job, threads=2)
+def test_the_allocators_peak_is_the_measured_one(unet, shape, more, measured):
+    """get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0,
+    two threads."""
+    network = UNetConfig(**{"dtype": "bfloat16", "policy": "speed", **unet})
+    job = Job(network, shape, threads=2, **more)
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
 
 
@@ -213,7 +194,7 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
 
 @pytest.mark.parametrize(
     ("engine", "threads", "requested"),
-    [("itex", 112, 134.416), ("itex", 56, 67.208), ("itex", 2, 1.283), ("stock", 112, 0)],
+    [("itex", 112, 134.416), ("itex", 2, 1.283), ("stock", 112, 0)],
 )
 def test_sums_of_many_threads_are_counted_where_they_are_requested(engine, threads, requested):
     """MiB for the product of a matrix of 2048 x 512 with itself by TensorFlow 2.15.1, which makes
