@@ -25,7 +25,6 @@ from cpu3d.run.log import append_event
 from cpu3d.run.rules import SCHEMA
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
-from tests.cpu3d.conftest import make_store
 from tests.cpu3d.training.beats import beat
 
 STEP = {
@@ -44,32 +43,17 @@ def run(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     save_config(RunConfig(steps=4000), folder)
-    append_event(folder, {"event": "start", "step": 0, "time": "2026-11-20T10:39:38+00:00"})
-    for step in range(1, 121):
-        append_event(folder, {**STEP, "step": step, "loss": step / 100})
-        if step == 100:
-            scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8, "best": True, "cases": 2}
-            append_event(
-                folder,
-                {"event": "validation", "step": step, "loss": 0.3, "seconds": 120.0, **scores},
-            )
-            append_event(
-                folder, {"event": "checkpoint", "step": step, "seconds": 120.0, "bytes": 5}
-            )
-    checkpoint = folder / "checkpoints" / "step-00000100.npz"
-    checkpoint.write_bytes(b"12345")
-    os.utime(checkpoint, (time.time() - 240, time.time() - 240))
+    events = [{"event": "start", "step": 0, "time": "2026-11-20T10:39:38+00:00"}]
+    events += [{**STEP, "step": step, "loss": step / 100} for step in range(1, 121)]
+    scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8, "best": True, "cases": 2}
+    events[101:101] = [
+        {"event": "validation", "step": 100, "loss": 0.3, "seconds": 120.0, **scores},
+        {"event": "checkpoint", "step": 100, "seconds": 120.0, "bytes": 5},
+    ]
+    for event in events:
+        append_event(folder, event)
+    (folder / "checkpoints" / "step-00000100.npz").write_bytes(b"12345")
     write_best(folder, {}, {"best": 0.85})  # the log may be cut back to before it
-    decision = PostprocessingRules(
-        weights_sha256=(file_sha256(weights_file(folder, "best")),),
-        split_hash=RunConfig().split_hash,
-        cases=0,
-        chosen=PostProcessing(off="too few cases"),
-        before={},
-        after={},
-        cases_with={},
-    )
-    write_json(folder / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return folder
 
 
@@ -80,15 +64,11 @@ def printed(folder, width=200):
     return " ".join(console.file.getvalue().split())
 
 
-def beat_written(run, written_s_ago, **changes):
-    """A heartbeat in its file, which was written so many seconds ago."""
-    write_heartbeat(run, beat(**changes))
-    written = time.time() - written_s_ago
-    os.utime(heartbeat_path(run, changes.get("rank", 0)), (written, written))
-
-
 def write_silent(run, rank=0, **changes):
-    beat_written(run, 500, rank=rank, beat=time.time() - 500, **changes)
+    """A heartbeat of 500 s ago."""
+    then = time.time() - 500
+    write_heartbeat(run, beat(rank=rank, beat=then, **changes))
+    os.utime(heartbeat_path(run, rank), (then, then))
 
 
 def test_a_run_that_goes_on(run, capsys):
@@ -120,6 +100,8 @@ AGAIN = "next: .*from step 100"
     [
         ({"phase": "starting"}, "starting", ""),
         ({"stop": "memory must keep 1 GiB"}, "stopping", "worker 0: memory must keep 1 GiB"),
+        ({"place": "elsewhere", "process_start": 1}, "running", "heard .* ago from node-17"),
+        ({"process_start": 1}, "killed", f"dmesg.*left: 3,900 of 4,000 .*4.33 h {AGAIN}"),
         ({"exit_code": 0, "reason": "finished"}, "finished", "next: `evaluate --run"),
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"OSError: full.*{AGAIN}"),
         ({"exit_code": 4, "reason": "loss must be"}, "diverged", "--learning-rate 0.01"),
@@ -128,48 +110,29 @@ AGAIN = "next: .*from step 100"
     ],
 )
 def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, state, line):
-    write_heartbeat(run, beat(**changes))
+    if "exit_code" in changes:  # one that has noted its end is not silent
+        write_silent(run, **changes)
+    else:
+        write_heartbeat(run, beat(**changes))
     text = printed(run)
     assert f"run: {state}" in text
     assert re.search(line, text), text
-    fine = state in ("starting", "stopping", "finished")
+    fine = state in ("starting", "stopping", "running", "finished")
     assert main(["status", "--run", str(run)]) == (0 if fine else 1)
 
 
-@pytest.mark.parametrize(
-    ("beat_s_ago", "written_s_ago", "changes", "state"),
-    [
-        (1, 1, {"place": "elsewhere", "process_start": 1}, "running"),
-        (500, 500, {"stop": "low"}, "silent"),
-        # Its clock is five minutes slow, or fast; the file's tells.
-        (300, 3, {}, "running"),
-        (-300, 3, {}, "running"),
-        (500, 500, {"exit_code": 0}, "finished"),
-        (1, 1, {"process_start": 1}, "killed"),  # a later process has its pid
-    ],
-)
-def test_a_worker_is_alive_while_its_beat_is_young(run, beat_s_ago, written_s_ago, changes, state):
-    beat_written(run, written_s_ago, beat=time.time() - beat_s_ago, **changes)
-    assert run_status(run).state == state
-    if state == "silent":  # it holds no memory
-        assert re.search("silent computing.* - 8.00G 9.00G - .*node-17", printed(run))
+def test_a_silent_worker_is_looked_for_on_its_host_and_holds_no_memory(run):
+    write_silent(run, stop="low")
+    line = "run: silent.*silent computing.* - 8.00G 9.00G - .*node-17.*when its process has ended"
+    assert re.search(line, printed(run))
 
 
-@pytest.mark.parametrize(
-    ("changes", "begin", "left_s"),
-    [
-        ({"process_start": 1}, 100, 3900 * 4),  # killed after its checkpoint
-        ({"exit_code": 143, "reason": "saved"}, 100, 3900 * 4),
-        ({"exit_code": 0, "reason": "finished"}, None, None),
-    ],
-)
-def test_what_is_left_of_a_run_that_ended_early_is_left_from_its_checkpoint(
-    run, changes, begin, left_s
-):
-    write_heartbeat(run, beat(**changes))
+def test_what_is_left_of_a_run_that_was_killed_is_left_from_its_checkpoint(run):
+    write_heartbeat(run, beat(process_start=1))
     status = run_status(run)
-    assert status.steps_left == (None if begin is None else 4000 - begin)
-    assert status.seconds_left == (None if left_s is None else pytest.approx(left_s))
+    assert (status.steps_left, status.seconds_left) == (3900, pytest.approx(3900 * 4))
+    write_heartbeat(run, beat(exit_code=0))
+    assert run_status(run).steps_left is None
 
 
 @pytest.mark.parametrize(
@@ -215,11 +178,10 @@ def test_a_finished_run_stays_finished_when_one_who_begins_it_again_is_stopped(
 
 
 def test_what_is_damaged_or_missing_is_named(run, tmp_path, capsys):
-    assert (run_status(run).state, run_status(run).is_fine) == ("unknown", False)
-    write_heartbeat(run, beat(workers=2, started=time.time() - 10))
-    assert [worker.state for worker in run_status(run).workers] == ["running", "starting"]
-    write_heartbeat(run, beat(workers=2))
-    assert [worker.state for worker in run_status(run).workers] == ["running", "unknown"]
+    assert run_status(run).state == "unknown"
+    for started_s_ago, second in ((10, "starting"), (500, "unknown")):
+        write_heartbeat(run, beat(workers=2, started=time.time() - started_s_ago))
+        assert [worker.state for worker in run_status(run).workers] == ["running", second]
     heartbeat_path(run, 0).write_text('{"schema": 1, "ra')
     with (run / "log.jsonl").open("a") as file:
         file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
@@ -230,41 +192,32 @@ def test_what_is_damaged_or_missing_is_named(run, tmp_path, capsys):
     assert "must hold a config" in capsys.readouterr().err
 
 
-@pytest.fixture
-def done(run, tmp_path):
-    """The run with all its steps done, on a store that is there."""
-    store = make_store(tmp_path / "store", tmp_path / "source")
-    split_hash = store.manifest.split_hash
-    save_config(RunConfig(steps=120, store=str(store.folder), split_hash=split_hash), run)
-    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
-    change_decision(run, split_hash=split_hash)
-    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "schedule": {"decided": 0}})
-    return run
-
-
-def change_decision(run, **changes):
-    content = json.loads((run / FILE).read_text())
-    (run / FILE).write_text(json.dumps({**content, **changes}))
-
-
 FAILED = {"exit_code": 0, "reason": "post-processing could not be decided, disk full"}
 
 
 @pytest.mark.parametrize("stopped", [{}, {"exit_code": 130}, FAILED])
 @pytest.mark.parametrize("lack", ["decision", "weights"])
 def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_is_decided(
-    done, stopped, lack
+    run, tiny_store, stopped, lack
 ):
+    split_hash = tiny_store.manifest.split_hash
+    save_config(RunConfig(steps=120, store=str(tiny_store.folder), split_hash=split_hash), run)
+    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    weights = (file_sha256(weights_file(run, "best")),)
+    off = PostProcessing(off="too few cases")
+    decision = PostprocessingRules(off, {}, {}, {}, weights, split_hash, 0)
+    write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
+    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "schedule": {"decided": 0}})
     if stopped:
-        write_heartbeat(done, beat(step=120, steps=120, **stopped))
-    assert run_status(done).state == "finished"
+        write_heartbeat(run, beat(step=120, steps=120, **stopped))
+    assert run_status(run).state == "finished"
     if lack == "decision":
-        (done / FILE).unlink()
+        (run / FILE).unlink()
     else:
-        write_best(done, {}, {"best": 0.9})  # others than it was decided with
-    status = run_status(done)
+        write_best(run, {}, {"best": 0.9})  # others than it was decided with
+    status = run_status(run)
     assert (status.state, status.is_fine) == ("undecided", False)
-    assert ("disk full" in printed(done)) == (stopped == FAILED)
+    assert ("disk full" in printed(run)) == (stopped == FAILED)
 
 
 def test_a_run_that_has_just_begun(run):
