@@ -120,6 +120,13 @@ def without_network(monkeypatch):
 
 
 @pytest.fixture
+def without_pictures(monkeypatch):
+    """Pages without drawn pictures, which take most of their time."""
+    for draw in ("report.runs.chart", "report.pictures.strips", "experiments.results.strips"):
+        monkeypatch.setattr(f"cpu3d.{draw}", lambda *data, **options: b"PNG")
+
+
+@pytest.fixture
 def tiny_store(tmp_path) -> Store:
     """Six labelled cases: three to train, one to validate, two to test."""
     return make_store(tmp_path / "store", tmp_path / "source")

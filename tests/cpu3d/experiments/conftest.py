@@ -17,7 +17,6 @@ from cpu3d.experiments import folds, runner, variants
 from cpu3d.experiments.runner import RunFailedError
 from cpu3d.inference import evaluate
 from cpu3d.inference.postprocessing import run_rules
-from cpu3d.report.folds import write_folds_report
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event
@@ -59,7 +58,6 @@ class Commands:
     diverges: str = ""  # the run whose training diverges
     # (run, weights) of the networks that `evaluate` asked
     loaded: list = field(default_factory=list)
-    pages: bool = False  # whether pages are written, which takes seconds
 
     def seen(self):
         calls = list(self.calls)
@@ -108,14 +106,8 @@ def carried_out_here(monkeypatch):
         told.loaded += [(run.name, weights) for run in runs]
         return networks(runs, weights, inference)
 
-    def page(folder):
-        if told.pages:
-            return write_folds_report(folder)
-        return folder / "report.html"
-
     monkeypatch.setattr(fit, "Learner", lambda config, exchange: NumpyLearner(config))
     monkeypatch.setattr(runner, "call", call)
-    monkeypatch.setattr(folds, "write_folds_report", page)
     for module in (folds, variants):
         monkeypatch.setattr(module, "read_host", lambda: HOST)
     monkeypatch.setattr(evaluate, "trained_predictors", noted)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
 from cpu3d.experiments import folds
 from cpu3d.experiments.folds import train_folds
@@ -34,7 +33,17 @@ from tests.cpu3d.runs import (
     written_weights,
 )
 
-WEIGHTS = {"train": 2, "val": 3}
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+
+@pytest.fixture
+def train_all(phantom_store):
+    """train_all(folder): train and score two folds of the phantoms."""
+
+    def call(folder, count=2, **settings):
+        train_folds(phantom_store.folder, folder, count, settings=settings)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +52,19 @@ def uncut(phantom_store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uncut")
     with pytest.MonkeyPatch.context() as patch:
         carried_out_here(patch)
+        patch.setattr(folds, "write_folds_report", lambda folder: None)
         train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
     return folder
 
 
 @pytest.fixture
-def without_pictures(monkeypatch):
-    """Pages without drawn pictures, which take most of their time: the page of
-    `test_each_case_is_scored_once_by_the_fold_that_held_it_out` has them."""
-    for name in ("runs.chart", "pictures.strips"):
-        monkeypatch.setattr(f"cpu3d.report.{name}", lambda *data, **options: b"no picture")
-
-
-@pytest.fixture
-def whole_folds(uncut, without_pictures, tmp_path):
+def whole_folds(uncut, tmp_path):
     """The same, to change."""
     return Path(shutil.copytree(uncut, tmp_path / "whole"))
+
+
+def page_of(folder):
+    return write_folds_report(folder).read_text(encoding="utf-8")
 
 
 def held_out(folder, fold):
@@ -70,11 +76,10 @@ ALL = ["train fold-1", "evaluate fold-1", "train fold-2", "evaluate fold-2"]
 
 
 def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
-    commands, phantom_store, tmp_path, capsys
+    commands, train_all, phantom_store, tmp_path, capsys
 ):
     folder = tmp_path / "folds"
-    commands.pages = True
-    train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+    train_all(folder, **SETTINGS)
     assert commands.seen() == ALL
     split = phantom_store.manifest.split
     scores = read_scores(scores_path(folder, "val"))
@@ -98,33 +103,26 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     decided = json.loads((folder / "postprocessing.json").read_text())
     assert decided["cases"] == 5
     assert decided["chosen"]["rules"]["WT"], "the islands of all folds together"
-    commands.pages = False
-    train_folds(phantom_store.folder, folder, 2)
+    train_all(folder)
     assert commands.seen() == [], "all is done"
-
-
-def test_folds_together_are_scored_on_test_cases_alone(whole_folds, tmp_path, capsys):
-    words = ["evaluate", "--run", str(whole_folds), "--split", "val", "--out", str(tmp_path)]
-    assert main(words) == 2
-    assert "--split must be test for folds together, got val" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut_at", [0, 3])  # in the first training, in the last scoring
 def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits(
-    commands, phantom_store, tmp_path, uncut, cut_at
+    commands, train_all, tmp_path, uncut, cut_at
 ):
     folder = tmp_path / "cut"
     commands.cut_at = cut_at
     with pytest.raises(Interrupted) as caught:
-        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+        train_all(folder, **SETTINGS)
     assert caught.value.exit_code == 130
     assert commands.seen() == ALL[: cut_at + 1]
     status = set_status(folder)
-    assert (status.state, status.is_fine) == ("interrupted", False)
+    assert status.state == "interrupted"
     assert "2/2" in status.detail
     assert main(["status", "--run", str(folder), "--json"]) == 1
     commands.cut_at = -1
-    train_folds(phantom_store.folder, folder, 2)
+    train_all(folder)
     assert commands.seen() == ALL[cut_at:], "what was done is not done again"
     for name in ("fold-1", "fold-2"):
         assert_same_run(folder / name, uncut / name, keep=3)
@@ -146,27 +144,27 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
     ],
 )
 def test_other_folds_than_were_begun_are_refused_by_name(
-    commands, phantom_store, whole_folds, part, count, settings, problem
+    commands, train_all, whole_folds, part, count, settings, problem
 ):
     kept = (whole_folds / "folds.json").read_bytes()
     with pytest.raises(InputError, match=problem):
-        train_folds(phantom_store.folder, whole_folds / part, count, settings=settings)
+        train_all(whole_folds / part, count, **settings)
     assert commands.seen() == []
     assert (whole_folds / "folds.json").read_bytes() == kept
 
 
-def test_folds_that_another_process_has_locked_are_refused(commands, phantom_store, whole_folds):
+def test_folds_that_another_process_has_locked_are_refused(train_all, whole_folds):
     with (
         locked(whole_folds, "folder of folds"),
         pytest.raises(InputError, match="one process at a time"),
     ):
-        train_folds(phantom_store.folder, whole_folds, 2)
+        train_all(whole_folds)
 
 
 def test_a_greater_length_extends_all_folds_and_their_scores_are_made_again(
-    commands, phantom_store, whole_folds
+    commands, train_all, whole_folds
 ):
-    train_folds(phantom_store.folder, whole_folds, 2, settings={"epochs": 3})
+    train_all(whole_folds, epochs=3)
     assert commands.seen() == ALL
     for name in ("fold-1", "fold-2"):
         steps = [event["step"] for event in steps_of(whole_folds / name)]
@@ -178,12 +176,12 @@ def test_the_page_has_what_the_folds_have_in_common_once_and_what_differs_by_fol
     for part, engine in ((1, "stock 2.15"), (2, "itex 2.15")):
         run = whole_folds / f"fold-{part}"
         append_event(run, {"event": "start", "step": 0, "engine": engine, "device": "cpu"})
-    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
+    page = page_of(whole_folds)
     assert "stock 2.15 (1/2); itex 2.15 (2/2)" in page
     assert "cpu (1/2" not in page
     assert "Settings that differ" not in page
     save_config(dataclasses.replace(load_config(run), epochs=1), run)
-    page = re.sub(r">\s+<", "><", write_folds_report(whole_folds).read_text(encoding="utf-8"))
+    page = re.sub(r">\s+<", "><", page_of(whole_folds))
     assert "<td>epochs</td><td>2</td><td>1</td>" in page
 
 
@@ -201,98 +199,84 @@ def test_a_dry_run_has_the_plan_and_how_all_patients_come_into_the_folds(
     assert not (tmp_path / "folds").exists()
 
 
-def test_folds_under_a_budget_of_minutes_are_trained_once(commands, phantom_store, tmp_path):
-    settings = {**SETTINGS, "epochs": 50, "budget_minutes": 1e-6}
-    train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=settings)
+def test_folds_under_a_budget_of_minutes_are_trained_once(commands, train_all, tmp_path):
+    train_all(tmp_path, **{**SETTINGS, "epochs": 50, "budget_minutes": 1e-6})
     assert commands.seen() == ALL
-    train_folds(phantom_store.folder, tmp_path / "folds", 2)
+    train_all(tmp_path)
     assert commands.seen() == []
 
 
 def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
-    commands, phantom_store, tmp_path, monkeypatch
+    commands, train_all, tmp_path, monkeypatch
 ):
     folder = tmp_path / "folds"
     with pytest.raises(InputError, match="at most as many"):
-        train_folds(phantom_store.folder, folder, 6, settings=SETTINGS)
+        train_all(folder, 6, **SETTINGS)
     small = dataclasses.replace(HOST, available_bytes=10 * 2**20)
     monkeypatch.setattr(folds, "read_host", lambda: small)
     with pytest.raises(DoesNotFitError, match="got 10 MiB free"):
-        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+        train_all(folder, **SETTINGS)
     assert not folder.exists()
     assert commands.seen() == []
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_all_folds_start_from_the_same_weights_and_need_them_only_once(
-    commands, phantom_store, tmp_path
+    commands, train_all, phantom_store, tmp_path
 ):
     own = make_plan(phantom_store, tmp_path / "nowhere", HOST, SETTINGS).config
     elsewhere = dataclasses.replace(own, store="/nowhere", split_hash="0" * 12)
     source = written_weights(elsewhere, tmp_path / "source")
     folder = tmp_path / "folds"
-    train_folds(phantom_store.folder, folder, 2, settings={**SETTINGS, "init": str(source)})
+    train_all(folder, **SETTINGS, init=str(source))
     records = [load_config(folder / f"fold-{number}").init_record for number in (1, 2)]
     assert records[0] == records[1]
     assert records[0].file == str(source / "checkpoints" / "best.npz")
     shutil.rmtree(source)
-    train_folds(phantom_store.folder, folder, 2, settings={"epochs": 3})
+    train_all(folder, epochs=3)
     written_weights(elsewhere, source, seed=1)
     shutil.rmtree(folder / "fold-2")
     with pytest.raises(InputError, match="SHA-256"):
-        train_folds(phantom_store.folder, folder, 2, settings={"epochs": 3})
+        train_all(folder)
     assert not (folder / "fold-2").exists()
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_a_fold_that_diverges_is_named_and_the_others_go_on(
-    commands, phantom_store, tmp_path, capsys
+    commands, train_all, phantom_store, tmp_path
 ):
     folder = tmp_path / "folds"
-    train(
-        phantom_store.folder,
-        folder / "fold-1",
-        settings={**SETTINGS, "epochs": 1, "fold": "1/2"},
-    )
-    commands.pages = True
+    settings = {**SETTINGS, "epochs": 1, "fold": "1/2"}
+    train(phantom_store.folder, folder / "fold-1", settings=settings)
     commands.diverges = "fold-1"
     with pytest.raises(RunFailedError, match="fold 1/2 without: train diverged") as caught:
-        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+        train_all(folder, **SETTINGS)
     assert caught.value.exit_code == DivergedError.exit_code
     assert commands.seen() == ["train fold-1", "train fold-2", "evaluate fold-2"]
     assert "Fold 1/2 is missing" in (folder / "report.html").read_text(encoding="utf-8")
     status = set_status(folder)
-    assert (status.state, [fold.state for fold in status.runs]) == (
-        "diverged",
-        ["diverged", "scored"],
-    )
-    image = ["--image", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["predict", "--run", str(folder), *image]) == 2
-    assert "1/2 without" in capsys.readouterr().err
+    assert status.state == "diverged"
+    assert [fold.state for fold in status.runs] == ["diverged", "scored"]
     commands.diverges = ""
     with pytest.raises(RunFailedError):
-        train_folds(phantom_store.folder, folder, 2)
+        train_all(folder)
     assert commands.seen() == [], "it would end so again"
-    train_folds(phantom_store.folder, folder, 2, settings={"learning_rate": 0.005})
+    train_all(folder, learning_rate=0.005)
     assert commands.seen() == ["train fold-1", "evaluate fold-1"]
 
 
-def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
+def test_folds_that_were_trained_elsewhere_are_only_scored(
+    commands, train_all, phantom_store, tmp_path
+):
     folder = tmp_path / "folds"
-    train(phantom_store.folder, tmp_path / "1", settings={**SETTINGS, "fold": "1/2"})
-    run_rules.choose_rules(tmp_path / "1")
-    folder.mkdir()
-    (tmp_path / "1").rename(folder / "fold-1")
-    with pytest.raises(InputError, match=r"fold 2/2 beside fold 1: .* got --seed 1 for 0;|--seed"):
-        train_folds(phantom_store.folder, folder, 2, settings={**SETTINGS, "seed": 1})
-    commands.cut_at = 1
-    with pytest.raises(Interrupted):
-        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
-    assert commands.seen() == ["evaluate fold-1", "train fold-2"]
+    train(phantom_store.folder, folder / "fold-2", settings={**SETTINGS, "fold": "2/2"})
+    run_rules.choose_rules(folder / "fold-2")
+    with pytest.raises(InputError, match=r"fold 2/2 beside fold 1: .* --filters 4 for"):
+        train_all(folder)
+    train_all(folder, **SETTINGS)
+    assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
 
 
 def test_a_fold_whose_last_weights_are_lost_is_trained_on(
-    commands, phantom_store, whole_folds, tmp_path, capsys
+    commands, train_all, whole_folds, tmp_path, capsys
 ):
     """And not scored, nor does it predict, with those of an earlier step."""
     saved = checkpoints(whole_folds / "fold-2")
@@ -300,52 +284,28 @@ def test_a_fold_whose_last_weights_are_lost_is_trained_on(
     image = ["--image", str(tmp_path), "--out", str(tmp_path / "out")]
     assert main(["predict", "--run", str(whole_folds), *image]) == 2
     assert "got 2/2 without" in capsys.readouterr().err
-    train_folds(phantom_store.folder, whole_folds, 2)
+    train_all(whole_folds)
     assert commands.seen() == ["train fold-2", "evaluate fold-2"]
     assert checkpoints(whole_folds / "fold-2") == saved
 
 
-@pytest.mark.parametrize("scored", [True, False])
-def test_a_fold_that_was_killed_before_its_own_rules_were_decided_gets_them(
-    commands, phantom_store, whole_folds, scored
-):
-    run = whole_folds / "fold-2"
-    kept = (run / run_rules.FILE).read_bytes()
-    (run / run_rules.FILE).unlink()
-    if not scored:
-        shutil.rmtree(run / "evaluation")
-    train_folds(phantom_store.folder, whole_folds, 2)
-    assert commands.seen() == ["train fold-2", "evaluate fold-2"][: 1 if scored else 2]
-    assert (run / run_rules.FILE).read_bytes() == kept
-    train_folds(phantom_store.folder, whole_folds, 2)
-    assert commands.seen() == []
-
-
-def _without_label_map(run):
-    next((run / "evaluation" / "val" / "predictions").iterdir()).unlink()
-
-
-def _of_another_fold(run):
-    path = scores_path(run, "val")
-    path.write_text(path.read_text().replace('"fold": "1/2"', '"fold": "2/2"'))
-
-
-def _half_written(run):
-    scores_path(run, "val").write_text('{"schema": 1, "cases": [')
-
-
-@pytest.mark.parametrize("damage", [_without_label_map, _of_another_fold, _half_written])
+@pytest.mark.parametrize("damage", ["no label map", "of another fold", "half-written"])
 def test_a_fold_whose_scores_are_not_whole_is_scored_again(
-    commands, phantom_store, whole_folds, damage
+    commands, train_all, whole_folds, damage
 ):
     summary = read_scores(scores_path(whole_folds, "val"))["summary"]
-    damage(whole_folds / "fold-1")
+    path = scores_path(whole_folds / "fold-1", "val")
+    if damage == "no label map":
+        next((path.parent / "predictions").iterdir()).unlink()
+    elif damage == "of another fold":
+        path.write_text(path.read_text().replace('"fold": "1/2"', '"fold": "2/2"'))
+    else:
+        path.write_text('{"schema": 1, "cases": [')
     status = set_status(whole_folds)
     assert [fold.state for fold in status.runs] == ["finished", "scored"]
     assert (status.state, status.is_fine) == ("unknown", False)
-    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
-    assert "Fold 1/2 is missing" in page
-    train_folds(phantom_store.folder, whole_folds, 2)
+    assert "Fold 1/2 is missing" in page_of(whole_folds)
+    train_all(whole_folds)
     assert commands.seen() == ["evaluate fold-1"]
     assert read_scores(scores_path(whole_folds, "val"))["summary"] == summary
     assert set_status(whole_folds).is_fine
@@ -359,29 +319,13 @@ def test_the_folds_together_predict_and_are_scored_on_untouched_cases(commands, 
     assert (scores["untouched"], len(scores["runs"])) == (True, 2)
     assert "removes parts of WT" in scores["cases"][0]["postprocessing"]
     assert scores["cases"][0]["regions"]["WT"]["false_positives"] == 0
-    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
-    assert "Untouched cases" in page
+    assert "Untouched cases" in page_of(whole_folds)
     scores["runs"][0]["weights_sha256"] = "of earlier ones"
     for damaged in (json.dumps(scores), "{"):
         path.write_text(damaged)
-        page = write_folds_report(whole_folds).read_text(encoding="utf-8")
+        page = page_of(whole_folds)
         assert "The scores of the test cases" in page
         assert "Untouched cases" not in page
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_folds_of_all_patients_are_not_evaluated_but_their_scores_are_named(
-    commands, phantom_store, tmp_path, capsys
-):
-    store = tmp_path / "store"
-    folder = tmp_path / "folds"
-    prepare(phantom_store.folder.parent / "raw", store, fractions=(1, 0, 0), workers=1)
-    train_folds(store, folder, 2, settings=SETTINGS)
-    commands.loaded.clear()
-    assert main(["evaluate", "--run", str(folder)]) == 2
-    assert 'split "test" of store' in capsys.readouterr().err
-    assert commands.loaded == [], "no network was asked"
-    assert "evaluate" not in set_status(folder).advice
 
 
 def test_a_case_that_networks_were_trained_on_is_noted_and_no_other(whole_folds, phantom_store):
@@ -393,19 +337,21 @@ def test_a_case_that_networks_were_trained_on_is_noted_and_no_other(whole_folds,
     assert untouched not in note
 
 
-def test_commands_of_one_run_name_the_folds_instead(phantom_store, whole_folds, capsys):
-    store = str(phantom_store.folder)
-    assert main(["train", "--run", str(whole_folds), "--store", store]) == 2
-    rule = r"got a folder of folds with 2 runs; name one of them, such as \S+fold-1"
-    assert re.search(rule, capsys.readouterr().err)
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train", r"got a folder of folds with 2 runs; name one of them, such as \S+fold-1"),
+        ("launch train --folds 2", "launch train --fold I/2"),
+    ],
+)
+def test_what_trains_one_run_takes_no_folds(phantom_store, uncut, capsys, command, message):
+    words = ["--run", str(uncut), "--store", str(phantom_store.folder)]
+    assert main([*command.split(), *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
-def test_workers_of_folds_are_refused(phantom_store, whole_folds, tmp_path, capsys, monkeypatch):
-    store = str(phantom_store.folder)
-    launched = ["launch", "train", "--run", str(whole_folds), "--store", store, "--folds", "2"]
-    assert main(launched) == 2
-    assert "launch train --fold I/2" in capsys.readouterr().err
+def test_one_of_several_workers_trains_no_folds(train_all, tmp_path, monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     with pytest.raises(InputError, match="got one of 2 workers"):
-        train_folds(phantom_store.folder, tmp_path / "folds", 2)
+        train_all(tmp_path)

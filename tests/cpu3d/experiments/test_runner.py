@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,8 @@ from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import outdated_scores, scores_path
 from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.log import last_end, read_events
+from cpu3d.run.log import append_event
+from cpu3d.settings import as_options
 from tests.cpu3d.experiments.conftest import SETTINGS
 
 # --- A process ---
@@ -87,13 +87,10 @@ def test_a_signal_is_passed_on_once_and_waited_for(program, tmp_path, monkeypatc
 # --- Runs ---
 
 
-def carried_out(store, out, *names, steps=4):
-    """The words on runs that failed, by name."""
-    words = []
-    for name, value in SETTINGS.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    out.mkdir(exist_ok=True)
-    runs = [PlannedRun(name, out / name, tuple(words), steps) for name in names]
+def carried_out(store, out, *names):
+    """The words on runs of 4 steps that failed, by name."""
+    words = tuple(as_options(SETTINGS))
+    runs = [PlannedRun(name, out / name, words, steps=4) for name in names]
     return {name: error.why for name, error in carry_out(runs, store.folder, out).items()}
 
 
@@ -108,13 +105,11 @@ def carried_out(store, out, *names, steps=4):
 def test_what_is_whole_in_a_folder_is_not_done_again(
     commands, phantom_store, tmp_path, lost, again
 ):
-    out = tmp_path / "out"
-    assert carried_out(phantom_store, out, "a", "b") == {}
-    assert commands.seen() == ["train a", "evaluate a", "train b", "evaluate b"]
-    assert carried_out(phantom_store, out, "a", "b") == {}
-    assert commands.seen() == []
-    (out / "a" / lost).unlink()
-    assert carried_out(phantom_store, out, "a", "b") == {}
+    for seen in (["train a", "evaluate a", "train b", "evaluate b"], []):
+        assert carried_out(phantom_store, tmp_path, "a", "b") == {}
+        assert commands.seen() == seen
+    (tmp_path / "a" / lost).unlink()
+    assert carried_out(phantom_store, tmp_path, "a", "b") == {}
     assert commands.seen() == again
 
 
@@ -135,24 +130,23 @@ def test_a_run_is_not_scored_until_its_post_processing_is_decided(
 
 
 @pytest.mark.parametrize(
-    ("end", "steps", "done"),
+    ("events", "steps", "done"),
     [
-        ({"reason": "finished", "step": 8}, 8, True),
-        ({"reason": "finished", "step": 8}, 0, True),  # by time; its own are 8
-        ({"reason": "finished", "step": 7}, 8, False),
-        (None, 8, False),
+        ([{"event": "end", "reason": "finished", "step": 8}], 8, True),
+        ([{"event": "end", "reason": "finished", "step": 8}], 0, True),  # by time; its own are 8
+        ([{"event": "end", "reason": "finished", "step": 7}], 8, False),
+        ([], 8, False),
     ],
 )
 def test_a_run_is_trained_when_its_last_step_is_done(
-    commands, phantom_store, tmp_path, end, steps, done
+    commands, phantom_store, tmp_path, events, steps, done
 ):
     carried_out(phantom_store, tmp_path, "a")
     run = tmp_path / "a"
     save_config(dataclasses.replace(load_config(run), steps=8), run)
-    events = [event for event in read_events(run) if event["event"] != "end"]
-    if end:
-        events.append({**last_end(run), **end})
-    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run / "log.jsonl").unlink()
+    for event in events:
+        append_event(run, event)
     assert PlannedRun("a", run, (), steps=steps).is_trained is done
 
 

@@ -32,11 +32,9 @@ def read(path):
     return markup, " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    """They take most of a page's time."""
-    for draw in ("runs.chart", "pictures.strips"):
-        monkeypatch.setattr(f"cpu3d.report.{draw}", lambda *args, **kwargs: b"PNG")
+def text_of(run):
+    """The text of a run's page."""
+    return read(write_report(run))[1]
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def relog(run, *events, start=None, **settings):
     first, *others = read_events(run)
     events = [{**first, **(start or {})}, *others, *events]
     (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return read(write_report(run))[1]
+    return text_of(run)
 
 
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
@@ -69,11 +67,15 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
         assert part in text
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
     shown = shown_cases(tiny_run / "report.html")
-    assert [case["note"] for case in shown] == ["best", "median and worst"]
-    assert all(case["truth"] and len(case["predictions"]) == 1 for case in shown)
-    assert [case["name"] for case in shown] == ["f", "e"]
+    assert [(case["name"], case["note"]) for case in shown] == [
+        ("f", "best"),
+        ("e", "median and worst"),
+    ]
     dice = {case["case_id"]: case["regions"]["WT"]["dice"] for case in evaluated["cases"]}
-    assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in shown)
+    for case in shown:
+        assert case["truth"]
+        assert len(case["predictions"]) == 1
+        assert f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"]
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
     assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
     for part in ("Loss", "Dice", "Time", "Learning rate", "Memory"):
@@ -83,38 +85,35 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert not re.search(r"url\(|@import|https?://", whole)
 
 
-def test_scores_of_other_weights_are_not_shown(tiny_run, evaluated, no_pictures):
+def test_scores_of_other_weights_are_not_shown(tiny_run, evaluated, without_pictures):
     mean = f"{evaluated['summary']['TC']['dice']['mean']:.3f}"
-    assert mean in read(write_report(tiny_run))[1]
+    assert mean in text_of(tiny_run)
     (tiny_run / "checkpoints/best.npz").write_bytes(b"trained on")
-    text = read(write_report(tiny_run))[1]
+    text = text_of(tiny_run)
     assert mean not in text
     assert "are of other weights: run `evaluate --run" in text
 
 
-def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no_pictures):
-    assert "Post-processing is off: not decided" in read(write_report(tiny_run))[1]
+def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, without_pictures):
+    assert "Post-processing is off: not decided" in text_of(tiny_run)
     (tiny_run / "checkpoints").mkdir()
     best = tiny_run / "checkpoints/best.npz"
     best.write_bytes(b"weights")
-    before = dict.fromkeys(("WT", "TC", "ET"), Means(0.164, 7, 0.925))
-    after = dict.fromkeys(before, Means(0.9, 0, 0.93))
+    before = {"WT": Means(0.164, 7, 0.925), "ET": Means(1, 0, 1)}
+    after = {"WT": Means(0.9, 0, 0.93), "ET": Means(1, 0, 1)}
     hashes = (file_sha256(best),), load_config(tiny_run).split_hash
     chosen = PostProcessing({"WT": Rule(share=0.01)})
-    cases_with = {"WT": 3, "TC": 3, "ET": 1}
-    decision = PostprocessingRules(chosen, before, after, cases_with, *hashes, 3)
+    decision = PostprocessingRules(chosen, before, after, {"WT": 3, "ET": 1}, *hashes, 3)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
-    text = read(write_report(tiny_run))[1]
+    text = text_of(tiny_run)
     cells = "0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
     assert f"WT below 1 % of the largest part {cells}" in text
     assert "ET none" in text
     best.write_bytes(b"others")
-    assert (
-        "Post-processing is off: not decided for these weights" in read(write_report(tiny_run))[1]
-    )
+    assert "Post-processing is off: not decided for these weights" in text_of(tiny_run)
 
 
-def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
+def test_predictions_are_beside_what_was_measured(tiny_run, without_pictures):
     """Each step takes 2 s, of which it waits 0.02 s."""
     predicted = {
         "upper_bound_bytes": 5 * 2**30,
@@ -133,18 +132,19 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
         assert re.search(pattern, text)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [([9.0, 2.0], "prediction 2 s"), ([9.0], "prediction 9 s")]
-)
 def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
-    tiny_run, evaluated, no_pictures, seconds, shown
+    tiny_run, evaluated, without_pictures
 ):
-    cases = [{**case, "predict_s": s} for case, s in zip(evaluated["cases"], seconds)]
-    write_json(scores_path(tiny_run, "test"), {**evaluated, "cases": cases})
-    assert shown in read(write_report(tiny_run))[1]
+    for case, seconds in zip(evaluated["cases"], (9.0, 2.0)):
+        case["predict_s"] = seconds
+    write_json(scores_path(tiny_run, "test"), evaluated)
+    assert "prediction 2 s" in text_of(tiny_run)
+    del evaluated["cases"][1]
+    write_json(scores_path(tiny_run, "test"), evaluated)
+    assert "prediction 9 s" in text_of(tiny_run)
 
 
-def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, no_pictures):
+def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictures):
     reasons = {"policy": "policy lean: speed does not fit"}
     write_json(tiny_run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
     text = relog(tiny_run, spacing_mm=(1.0, 1.0, 2.0), coarse_steps=5, coarse_grid=(8, 8, 8))
@@ -164,7 +164,9 @@ def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, no_pictures):
         assert part in text
 
 
-def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_run, no_pictures):
+def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(
+    tiny_run, without_pictures
+):
     end = {**END, "reason": "interrupted", "seconds": 3700.0, "peak_rss_bytes": 5 * 2**30}
     text = relog(tiny_run, end)
     for part in ("interrupted after step 40", "61.7 min", "5.00 GiB"):
@@ -174,10 +176,12 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
     text = relog(tiny_run, again)
     for part in ("not ended yet", "5.00 GiB", "made up", "another", "policy lean", "2 at a time"):
         assert part in text
+    diverged = {"event": "diverged", "step": 40, "reason": "weights must be finite, got NaN"}
+    assert "diverged after step 40: weights must be finite, got NaN" in relog(tiny_run, diverged)
 
 
 def test_the_dice_of_a_validation_is_drawn_over_the_seconds_of_all_steps_before_it(
-    tiny_run, no_pictures, monkeypatch
+    tiny_run, without_pictures, monkeypatch
 ):
     drawn = {}
 
@@ -190,13 +194,8 @@ def test_the_dice_of_a_validation_is_drawn_over_the_seconds_of_all_steps_before_
     assert drawn["seconds of steps"] == [20 * 2.0, 40 * 2.0]
 
 
-def test_a_run_that_has_diverged_says_why(tiny_run, no_pictures):
-    diverged = {"event": "diverged", "step": 40, "reason": "weights must be finite, got NaN"}
-    assert "diverged after step 40: weights must be finite, got NaN" in relog(tiny_run, diverged)
-
-
 def test_what_is_missing_is_named_and_everything_else_is_there(
-    tiny_store, tiny_run, evaluated, no_pictures
+    tiny_store, tiny_run, evaluated, without_pictures
 ):
     (tiny_run / "evaluation/predictions/e.nii.gz").write_bytes(b"not a volume")
     write_report(tiny_run)
@@ -218,26 +217,26 @@ WINDOW = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True
 
 
 @pytest.mark.parametrize(
-    ("split", "about", "words"),
+    ("split", "inference", "words"),
     [
         ("train", {}, "inference in one pass"),
-        ("test", {"inference": WINDOW}, "inference window of 8 x 8 x 16, 50 % overlap, mean of"),
+        ("test", WINDOW, "inference window of 8 x 8 x 16, 50 % overlap, mean of"),
     ],
 )
-def test_scores_of_seen_cases_carry_a_warning(
-    tiny_store, tiny_run, fake_predictor, evaluated, no_pictures, split, about, words
+def test_scores_of_seen_cases_carry_a_warning_and_all_say_how_the_network_was_applied(
+    tiny_store, tiny_run, fake_predictor, evaluated, without_pictures, split, inference, words
 ):
     shutil.rmtree(tiny_run / "evaluation")
-    if about:
-        about = {**about, "weights_sha256": fake_predictor.weights_sha256}
-    evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about or None)
-    text = read(write_report(tiny_run))[1]
+    scores = evaluate_split(fake_predictor, tiny_store, split, tiny_run)
+    scores["inference"].update(inference)
+    write_json(scores_path(tiny_run, split), scores)
+    text = text_of(tiny_run)
     assert words in text
     assert ("These are NOT untouched cases" in text) is (split == "train")
 
 
 def test_a_page_stays_where_another_cannot_be_written(
-    tiny_run, tmp_path, evaluated, no_pictures, capsys
+    tiny_run, tmp_path, evaluated, without_pictures, capsys
 ):
     page = tmp_path / "new" / "page.html"
     assert run_command(report, "--run", tiny_run, "--out", page) == 0
@@ -247,4 +246,4 @@ def test_a_page_stays_where_another_cannot_be_written(
         write_report(tiny_run, tmp_path)
     assert page.read_bytes() == before
     (tiny_run / "evaluation/scores.json").write_text('{"schema": 99}')
-    assert "test cases cannot be read" in read(write_report(tiny_run))[1]
+    assert "test cases cannot be read" in text_of(tiny_run)
