@@ -27,6 +27,13 @@ SCALE = np.array([0.01, 0.002, 0.003, 0.004], np.float32)
 SHIFT = np.array([-1, 0.5, 0.25, 2], np.float32)
 
 
+def box_of(image, label=None, start=(0, 0, 0)):
+    """A box of an image (X, Y, Z, C) and a label, by default of background."""
+    if label is None:
+        label = np.zeros(image.shape[:3])
+    return Stored(image.astype(np.int16), label.astype(np.uint8), start)
+
+
 def stored():
     """A box with a brain, background in and around it, and a label."""
     rng = np.random.default_rng(0)
@@ -34,8 +41,7 @@ def stored():
     brain = sum(place**2 for place in places) < 0.9
     image = rng.integers(-900, 900, (*SHAPE, 4)) * (brain & (rng.random(SHAPE) < 0.9))[..., None]
     tumour = sum((place - 0.2) ** 2 for place in places) < 0.2
-    label = np.where(tumour, rng.choice([1, 2, 3, 255], SHAPE), 0).astype(np.uint8)
-    return Stored(image.astype(np.int16), label, AT)
+    return box_of(image, np.where(tumour, rng.choice([1, 2, 3, 255], SHAPE), 0), AT)
 
 
 def form(
@@ -48,15 +54,6 @@ def form(
     assert field_of(grid, resolution) == field
     weights = tuple(map(shrinking, grid, field, shares))
     return SampleSpec(grid, channels, codes, dtype, weights, ignore)
-
-
-def quarter_turn(axis):
-    """Voxels from the centre -> where they come from, for a quarter turn about an axis."""
-    low, high = (k for k in range(3) if k != axis)
-    matrix = np.eye(3, dtype=np.float32)
-    matrix[[low, high]] = matrix[[high, low]]
-    matrix[high, low] = -1
-    return matrix
 
 
 TURN = np.float32([[0.62, 0.4, -0.38], [-0.47, 0.69, -0.03], [0.3, 0.24, 0.74]])  # and a zoom
@@ -151,13 +148,8 @@ def test_c_computes_what_numpy_does(chosen):
         label = np.stack([label, np.full(SHAPE, 7, np.uint8)], -1)[..., 0]
     box = Stored(image, label, AT)
     numbers = of_kinds(*chosen["names"]) if chosen["of_kinds"] else drawn(*chosen["names"])
-    wanted = form(
-        chosen["resolution"],
-        chosen["channels"],
-        chosen["dtype"],
-        codes=chosen["codes"],
-        ignore=chosen["ignore"],
-    )
+    of_form = ("resolution", "channels", "dtype", "codes", "ignore")
+    wanted = form(**{name: chosen[name] for name in of_form})
     image, target = make_sample(box, numbers, wanted)
     simple, simple_target = plain.make_sample(box, numbers.of_channels(wanted.channels), wanted)
     assert (image.shape, image.dtype) == (simple.shape, simple.dtype)
@@ -174,8 +166,7 @@ def test_bfloat16_is_float32_rounded_to_nearest_ties_to_even():
 
 @pytest.mark.parametrize("resolution", [1, 0.5])
 def test_beside_a_box_is_what_surrounds_its_volume(resolution):
-    box = stored()
-    empty = Stored(box.image[:0, :0, :0], box.label[:0, :0, :0], (0, 0, 0))
+    empty = box_of(np.empty((0, 0, 0, 4)))
     for function in (make_sample, plain.make_sample):
         every = function(empty, of_kinds("turn", "noise", "both", "gamma"), form(resolution))
         assert np.isfinite(every[0]).all()
@@ -214,18 +205,6 @@ def test_a_box_is_normalised_and_placed_to_the_bit_as_by_hand():
 # --- Turning ---
 
 
-def test_a_quarter_turn_about_each_axis_moves_voxels_to_their_new_places():
-    n = 12
-    values = np.random.default_rng(0).integers(1, 999, (n, n, n, 4)).astype(np.int16)
-    label = (values[..., 0] % 4).astype(np.uint8)
-    wanted = form(field=(n, n, n))
-    for axis, plane in enumerate([(1, 2), (0, 2), (0, 1)]):
-        numbers = dataclasses.replace(PLAIN, matrix=quarter_turn(axis))
-        image, target = make_sample(Stored(values, label, (0, 0, 0)), numbers, wanted)
-        np.testing.assert_allclose(image, np.rot90(values, 1, plane) * SCALE + SHIFT, atol=1e-3)
-        np.testing.assert_array_equal(target[..., 0], np.rot90(label, 1, plane) > 0)
-
-
 @pytest.mark.parametrize("position", range(3))
 @pytest.mark.parametrize("resolution", [1, (0.5, 0.5, 1)])
 def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x_1_x_5_mm(
@@ -254,42 +233,44 @@ def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x
     side = 1 - 2 * np.array(numbers.flips)
     zoom = 1 / np.cbrt(np.linalg.det(matrix))
     expected = ball(np.linalg.solve(matrix, centre_mm) * side, 25 * zoom)
-    box = Stored(before[..., None].astype(np.int16), before.astype(np.uint8), (0, 0, 0))
     seen = form(resolution, (0,), field=shape, codes=((1,),))
-    image, target = make_sample(box, numbers, seen)
+    image, target = make_sample(box_of(before[..., None], before), numbers, seen)
     x, y, z = seen.grid  # of which each covers some voxels
     expected = expected.reshape(x, shape[0] // x, y, shape[1] // y, z, -1).mean((1, 3, 5)) >= 0.5
     for inside in (image[..., 0] > 0.5, target[..., 0] > 0):
         assert 2 * (inside & expected).sum() / (inside.sum() + expected.sum()) > 0.96
 
 
-def test_a_region_is_where_its_interpolated_mean_is_at_least_a_half():
+def target_of(label, codes=(1,), resolution=1, matrix=None):
+    """The target of one region, with 255 not to be learnt."""
+    label = np.asarray(label)
+    numbers = dataclasses.replace(PLAIN, matrix=matrix)
+    wanted = form(resolution, field=label.shape, codes=(codes,), ignore=255)
+    return make_sample(box_of(np.ones((*label.shape, 4)), label), numbers, wanted)[1][..., 0]
+
+
+@pytest.mark.parametrize(
+    ("label", "codes", "expected"),
+    [
+        ([0, 0, 2, 3], (2, 3), [0, 0, 1, 1]),
+        ([0, 0, 2, 3], (3,), [0, 0, 0, 0]),  # a quarter at most
+        ([0, 1, 255, 255], (1,), [1, 1, IGNORED, IGNORED]),
+    ],
+)
+def test_a_turned_voxel_is_what_at_least_half_of_it_comes_from(label, codes, expected):
     """Zoomed along X alone, a voxel is between two by 1/4 and 3/4."""
-    label = np.zeros((4, 2, 2), np.uint8)
-    label[2:] = 2
-    label[3] = 3
-    box = Stored(np.zeros((4, 2, 2, 4), np.int16), label, (0, 0, 0))
-    _, target = make_sample(box, dataclasses.replace(PLAIN, matrix=ZOOM), form(field=(4, 2, 2)))
-    np.testing.assert_array_equal(target[:, 0, 0, 1], [0, 0, 1, 1])  # TC: codes 2 and 3
-    np.testing.assert_array_equal(target[:, 0, 0, 2], [0, 0, 0, 0])  # ET: a quarter at most
+    label = np.tile(np.reshape(label, (4, 1, 1)), (1, 2, 2))
+    np.testing.assert_array_equal(target_of(label, codes, matrix=ZOOM)[:, 0, 0], expected)
 
 
 # --- Voxels that are not to be learnt ---
-
-
-def ignoring(label, resolution=1, matrix=None):
-    """The target of one region of code 1, with 255 not to be learnt."""
-    wanted = form(resolution, (0,), field=label.shape, codes=((1,),), ignore=255)
-    numbers = dataclasses.replace(PLAIN.of_channels((0,)), matrix=matrix)
-    box = Stored(np.ones((*label.shape, 1), np.int16), label.astype(np.uint8), (0, 0, 0))
-    return make_sample(box, numbers, wanted)[1][..., 0]
 
 
 def test_an_ignored_voxel_is_ignored_in_all_regions_and_padding_is_not():
     label = np.zeros((3, 4, 5), np.uint8)
     label[0] = 1
     label[1, 2] = 255
-    box = Stored(np.ones((3, 4, 5, 1), np.int16), label, (2, 1, 0))
+    box = box_of(np.ones((3, 4, 5, 1)), label, (2, 1, 0))
     wanted = form(1, (0,), field=(6, 6, 6), codes=((1,), (2,)), ignore=255)
     _, target = make_sample(box, drawn("flips"), wanted)
     expected = np.zeros((6, 6, 6, 2), np.uint8)
@@ -301,22 +282,14 @@ def test_an_ignored_voxel_is_ignored_in_all_regions_and_padding_is_not():
 def test_at_half_resolution_annotated_voxels_alone_decide():
     label = np.random.default_rng(0).integers(0, 2, (8, 8, 8))
     label[..., 1::2] = label[..., ::2]  # the means of both slices are those of the first
-    expected = ignoring(label, 0.5)
+    expected = target_of(label, resolution=0.5)
     label[..., 1::2] = 255
-    np.testing.assert_array_equal(ignoring(label, 0.5), expected)
+    np.testing.assert_array_equal(target_of(label, resolution=0.5), expected)
     label[..., 4:] = 255
     expected[..., 2:] = IGNORED
     label[0, 0, 7] = 1  # one of eight
     expected[0, 0, 3] = 1
-    np.testing.assert_array_equal(ignoring(label, 0.5), expected)
-
-
-def test_a_turned_voxel_is_ignored_where_most_of_it_comes_from_ignored_voxels():
-    """Zoomed along X alone, a voxel is between two by 1/4 and 3/4."""
-    label = np.zeros((4, 2, 2), np.uint8)
-    label[1:] = np.reshape([1, 255, 255], (3, 1, 1))
-    target = ignoring(label, matrix=ZOOM)
-    np.testing.assert_array_equal(target[:, 0, 0], [1, 1, IGNORED, IGNORED])
+    np.testing.assert_array_equal(target_of(label, resolution=0.5), expected)
 
 
 # --- Intensity ---
@@ -355,13 +328,17 @@ def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
         assert exponent == 1 or (moved < 0) == ((exponent > 1) != (name == "negative gamma"))
 
 
+def changed(values, scale=1, **numbers):
+    """What becomes of the values (X, Y, Z) of one channel, which are scaled alone."""
+    drawn = AugmentParams(np.float32([scale]), np.float32([0]), PLAIN.flips, **numbers)
+    return make_sample(box_of(values[..., None]), drawn, form(1, (0,), field=values.shape))[0][
+        ..., 0
+    ]
+
+
 def test_gamma_keeps_a_deviation_that_is_small_beside_the_mean():
-    values = 10_000 + np.round(5 * np.random.default_rng(0).exponential(size=(20, 20, 20, 1)))
-    box = Stored(values.astype(np.int16), np.zeros((20, 20, 20), np.uint8), (0, 0, 0))
-    numbers = AugmentParams(
-        np.float32([0.001]), np.float32([0]), PLAIN.flips, gamma=np.float32([1.5])
-    )
-    made, _ = make_sample(box, numbers, form(1, (0,), field=(20, 20, 20)))
+    values = 10_000 + np.round(5 * np.random.default_rng(0).exponential(size=(20, 20, 20)))
+    made = changed(values, 0.001, gamma=np.float32([1.5]))
     assert made.std(dtype=float) == pytest.approx(0.001 * values.std(), rel=1e-3)
     assert made.mean(dtype=float) == pytest.approx(0.001 * values.mean(), rel=1e-5)
 
@@ -376,9 +353,8 @@ def test_contrast_widens_around_the_mean_within_the_range():
 
 def test_noise_is_normal_and_of_its_deviation_and_its_own_for_each_key():
     field = (40, 40, 40)
-    box = Stored(np.full((*field, 4), 500, np.int16), np.zeros(field, np.uint8), (0, 0, 0))
     numbers = dataclasses.replace(PLAIN, noise=np.float32([0.1, 0.1, 0.2, 0]), noise_keys=KEYS)
-    image, _ = make_sample(box, numbers, form(field=field))
+    image, _ = make_sample(box_of(np.full((*field, 4), 500)), numbers, form(field=field))
     noise = image - (500 * SCALE + SHIFT)
     np.testing.assert_allclose(noise.std((0, 1, 2)), [0.1, 0.1, 0.2, 0], atol=0.001)
     np.testing.assert_allclose(noise.mean((0, 1, 2)), 0, atol=0.002)
@@ -391,52 +367,48 @@ def test_noise_is_normal_and_of_its_deviation_and_its_own_for_each_key():
 
 
 def test_a_blur_spreads_a_voxel_as_a_gaussian():
-    field = (31, 29, 33)
-    values = np.ones((*field, 1), np.int16)
+    values = np.ones((31, 29, 33))
     values[15, 14, 16] = 1001
-    numbers = AugmentParams(np.float32([1]), np.float32([0]), PLAIN.flips, blur=np.float32([1.3]))
-    image, _ = make_sample(
-        Stored(values, np.zeros(field, np.uint8), (0, 0, 0)), numbers, form(1, (0,), field=field)
-    )
-    spread = image[..., 0] - 1
+    spread = changed(values, blur=np.float32([1.3])) - 1
     assert spread.sum() == pytest.approx(1000, rel=1e-3)
-    for axis, (index, centre) in enumerate(zip(np.indices(field), (15, 14, 16))):
+    for index, centre in zip(np.indices(values.shape), (15, 14, 16)):
         deviation = np.sqrt((spread * (index - centre) ** 2).sum() / spread.sum())
-        assert deviation == pytest.approx(1.3, abs=0.01), axis
+        assert deviation == pytest.approx(1.3, abs=0.01)
 
 
+@pytest.mark.parametrize("changes", [(), ("turn", "noise", "both")])
 @pytest.mark.parametrize("name", ["gamma", "negative gamma"])
 @pytest.mark.parametrize("value", [0, 700])
-@pytest.mark.parametrize("stop", [4, 20])
-def test_every_value_is_a_number_where_a_channel_is_constant(name, value, stop):
-    image = np.zeros((*SHAPE, 4), np.int16)
-    image[3:stop, 3:stop, 3:stop] = value
-    box = Stored(image, np.zeros(SHAPE, np.uint8), AT)
-    for names in (("contrast", name), ("turn", "noise", "both", "contrast", name)):
-        made, target = make_sample(box, drawn(*names), form())
-        assert np.isfinite(made).all()
-        assert not target.any()
-        assert value or not made.any()
+def test_every_value_is_a_number_where_a_channel_is_constant(name, value, changes):
+    image = np.full((*SHAPE, 4), value)
+    made, _ = make_sample(box_of(image, start=AT), drawn(*changes, "contrast", name), form())
+    assert np.isfinite(made).all()
+    assert value or not made.any()
+
+
+WITHOUT_COMPILER = """
+import sys, numpy as np
+from pathlib import Path
+import models.native.build as build
+build.importlib.util.find_spec = lambda name: None
+from cpu3d.data.native import samples
+samples.SOURCES = Path(sys.argv[1])
+from tests.cpu3d.data.native.test_samples import drawn, form, stored
+for _ in range(2):
+    image, target = samples.make_sample(stored(), drawn("turn"), form())
+np.savez(sys.argv[1] + "/made", image=image, target=target)
+"""
+
+
+def run_script(script, word, **variables):
+    """Run a script with one argument in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **variables}
+    words = [sys.executable, "-c", script, str(word)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_without_a_compiler_numpy_makes_the_sample_and_a_note_says_so(tmp_path):
-    script = (
-        "import sys, numpy as np\n"
-        "from pathlib import Path\n"
-        "import models.native.build as build\n"
-        "build.importlib.util.find_spec = lambda name: None\n"
-        "from cpu3d.data.native import samples\n"
-        "samples.SOURCES = Path(sys.argv[1])\n"
-        "from tests.cpu3d.data.native.test_samples import drawn, form, stored\n"
-        "for _ in range(2):\n"
-        "    image, target = samples.make_sample(stored(), drawn('turn'), form())\n"
-        "np.savez(sys.argv[2], image=image, target=target)\n"
-    )
-    environment = {**os.environ, "PATH": str(tmp_path), "CC": "", "PYTHONPATH": os.getcwd()}
-    words = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "made.npz")]
-    done = subprocess.run(
-        words, env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = run_script(WITHOUT_COMPILER, tmp_path, PATH=str(tmp_path), CC="")
     assert done.stderr.count("note: NumPy makes samples") == 1
     made = np.load(tmp_path / "made.npz")
     image, target = make_sample(stored(), drawn("turn"), form())
@@ -465,14 +437,11 @@ def test_c_reads_and_writes_nothing_outside_of_its_arrays(tmp_path):
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
-    if not os.path.isabs(runtime) or make_sample is plain.make_sample:
+    if not os.path.isabs(runtime):
         pytest.skip("needs a compiler with an address sanitizer")
     options = "-O1 -std=gnu11 -fPIC -shared -mavx2 -mfma -fsanitize=address,undefined"
     undefined = "-fno-sanitize-recover=undefined -static-libubsan -lm -o"
     words = [*options.split(), *map(str, SOURCES.glob("*.c")), *undefined.split(), str(library)]
     subprocess.run([*compiler, *words], check=True)
-    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    environment["PYTHONPATH"] = os.getcwd()
-    words = [sys.executable, "-c", CHECKED, str(library)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    done = run_script(CHECKED, library, LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
     assert done.stdout.strip() == "done", done.stderr[-2000:]
