@@ -1,11 +1,8 @@
 """A drawn head, sampled with voxels of any size, as files of a data set."""
 
-import json
-
 import numpy as np
 
-from cpu3d.data.manifest import Geometry
-from cpu3d.data.nifti import write_volume
+from tests.cpu3d.data.made_datasets import decathlon, write_nifti
 
 FIELD_MM = (48.0, 40.0, 32.0)  # along R, A, S, of every image
 CORNER_MM = (-20.0, 11.0, -30.0)  # of the field, in the world
@@ -38,45 +35,31 @@ def drawn(spacing_mm):
     return np.where(head[..., None], np.rint(image), 0).astype(np.int16), label
 
 
-def geometry_of(spacing_mm, axes="RAS"):
-    """The grid of such an image in a file with axes RAS or LPS."""
-    shape = tuple(round(length / step) for length, step in zip(FIELD_MM, spacing_mm))
-    affine = np.diag([*spacing_mm, 1.0])
-    affine[:3, 3] = np.add(CORNER_MM, np.divide(spacing_mm, 2))
-    if axes == "LPS":
-        for axis in (0, 1):
-            affine[axis, 3] += (shape[axis] - 1) * spacing_mm[axis]
-            affine[axis, axis] *= -1
-    return Geometry(shape, tuple(map(tuple, affine.tolist())), axes, 1, 1)
-
-
 def write_drawn(folder, case_id, spacing_mm, axes="RAS"):
     """The image and label files of a case, below imagesTr and labelsTr; returns both paths. No two
     cases have the same image."""
     image, label = drawn(spacing_mm)
     image = np.where(image, image + ord(case_id[0]), 0).astype(np.int16)
-    paths = []
-    for name, volume in (("imagesTr", image), ("labelsTr", label)):
-        paths.append(folder / name / f"{case_id}.nii.gz")
-        paths[-1].parent.mkdir(parents=True, exist_ok=True)
-        write_volume(paths[-1], volume, geometry_of(spacing_mm, axes))
-    return paths
+    affine = np.diag([*spacing_mm, 1.0])
+    affine[:3, 3] = np.add(CORNER_MM, np.divide(spacing_mm, 2))
+    if axes == "LPS":
+        affine[:2, 3] += np.subtract(label.shape, 1)[:2] * spacing_mm[:2]
+        affine[:2, :2] *= -1
+        image = image[::-1, ::-1]
+        label = label[::-1, ::-1]
+    return [
+        write_nifti(folder / f"{name}/{case_id}.nii.gz", volume, affine)
+        for name, volume in (("imagesTr", image), ("labelsTr", label))
+    ]
 
 
-def spaced_set(folder, spacings=None):
+def spaced_set(folder, spacings=SPACINGS):
     """A data set in Decathlon's layout of cases with these spacings, some with axes LPS."""
-    spacings = SPACINGS if spacings is None else spacings
     training = []
     for case_id, spacing_mm in spacings.items():
         write_drawn(folder, case_id, spacing_mm, "LPS" if case_id in "bdf" else "RAS")
         training.append(
             {"image": f"imagesTr/{case_id}.nii.gz", "label": f"labelsTr/{case_id}.nii.gz"}
         )
-    content = {
-        "name": "drawn",
-        "modality": dict(enumerate(CHANNELS)),
-        "labels": LABELS,
-        "training": training,
-    }
-    (folder / "dataset.json").write_text(json.dumps(content))
-    return folder
+    modality = dict(enumerate(CHANNELS))
+    return decathlon(folder, 0, modality=modality, labels=LABELS, training=training)

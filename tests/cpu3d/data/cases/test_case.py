@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from nibabel import orientations
 
-from cpu3d.data.cases.case import CENTRES, centres_of, load_case
+from cpu3d.data.cases.case import CENTRES, centres_of, facts_of, load_case
 from cpu3d.data.cases.notes import case_notes, note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.normalise import Kind, Normalisation, normalise
@@ -105,6 +105,13 @@ def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
     assert centres[1][:5] == ((0, 0, 1), (0, 0, 3), (0, 0, 5), (0, 0, 7), (0, 1, 1))
     assert (centres[1][-1], len(centres[1])) == ((1, 3, 7), CENTRES)
     assert centres[7] == tuple((3, 3, z) for z in range(8))
+
+
+def test_a_record_has_1000_labelled_values_of_a_ct_at_even_steps_of_their_order():
+    image = np.arange(4000, dtype=np.int16)[::-1].reshape(20, 20, 10, 1)
+    label = np.where(image[..., 0] < 2000, 1, 9)
+    facts = facts_of(image, label, [Normalisation(Kind.CT)], [(0.5, 10.0)], ignore=9)
+    assert facts["foreground"] == (tuple(np.arange(1, 2000, 2) / 2 + 10),)
 
 
 def test_a_label_is_its_nearest_codes_if_rounding_explains_the_difference(load):

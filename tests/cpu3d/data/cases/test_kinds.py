@@ -320,7 +320,7 @@ def test_air_is_around_a_body_at_the_border(tmp_path):
     """Tissue is most of the border, and all of the air is on one side."""
     body = np.where(ball(0.4), 60, 40).astype(np.int16)
     body[10:] = -1000
-    record = loaded(tmp_path, body, Normalisation(Kind.CT, 0, 100, 50, 20)).record
+    record = loaded(tmp_path, body, Normalisation(Kind.CT, -1000, 100, 50, 20)).record
     assert record.around == (-1000.0, -1000.0)
     assert record.box == Region((0, 0, 0), (10, *SHAPE[1:]))
 
