@@ -232,10 +232,7 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
 
 def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Array:
     """Return the matrix (3, 3) float32 from made voxels to those they come from: it undoes turns
-    in mm about X, Y and Z, and a zoom.
-
-    Ratios of sizes are taken to six digits: a header may give 0.9999999.
-    """
+    in mm about X, Y and Z, and a zoom."""
     turn = np.eye(3)
     for axis, angle in enumerate(np.radians(angles_deg)):
         low, high = [k for k in range(3) if k != axis]
@@ -244,5 +241,5 @@ def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Arr
         about[low, high] = -math.sin(angle)
         about[high, low] = math.sin(angle)
         turn = about @ turn
-    ratio = [[float(f"{made / read:.6g}") for made in spacing_mm] for read in spacing_mm]
-    return (turn.T / zoom * np.array(ratio)).astype(np.float32)
+    sizes = np.array(spacing_mm)
+    return (turn.T / zoom * (sizes / sizes[:, None])).astype(np.float32)

@@ -121,7 +121,8 @@ def with_windows(
             window = ct_of([values for values in sample if values], each.why)
             windowed.append(replace(window, is_chosen=each.is_chosen))
         except ValueError as error:
-            problems.append(_without_foreground(name, str(error)))
+            rule = f"labelled voxels of the training cases must give the window of {name}"
+            problems.append(f"{rule}, got {error}; prepare with --normalise {name}=zscore")
     raise_if_any(problems)
     return tuple(windowed)
 
@@ -138,11 +139,6 @@ def in_window(
     box = content_box(image, label, normalisation, record.units, record.around, ignore)
     error = max(record.max_abs_error, rounding_in_windows(record.units, normalisation))
     return replace(record, box=box, max_abs_error=error)
-
-
-def _without_foreground(name: str, got: str) -> str:
-    rule = f"labelled voxels of the training cases must give the window of {name}"
-    return f"{rule}, got {got}; prepare with --normalise {name}=zscore"
 
 
 def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:

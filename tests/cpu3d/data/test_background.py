@@ -54,24 +54,26 @@ def test_what_cubic_splines_leave_of_a_head_that_is_turned_becomes_0_beside_it_t
     assert np.array_equal(cleaned[inside & (turned > 9)], turned[inside & (turned > 9)])
 
 
-@pytest.mark.parametrize("sigma", [0.5, 30])
-def test_the_air_of_a_scan_that_is_not_skull_stripped_stays_as_it_is(sigma):
-    volume = np.hypot(head() + noise(sigma), noise(sigma, 2)).astype(np.float32)
-    assert without_residue(volume) is volume
-
-
-def test_scores_around_0_behind_a_background_of_0_stay_as_they_are():
-    rng = np.random.default_rng(0)
+def scores_behind_zeros():
+    """Scores around 0, some of which are almost that."""
     volume = np.zeros((64, 64, 64), np.float32)
-    volume[8:56, 8:56, 8:56] = rng.normal(0, 1, (48, 48, 48))
+    volume[8:56, 8:56, 8:56] = np.random.default_rng(0).normal(0, 1, (48, 48, 48))
     volume[20, 20, 20:30] = 1e-6
-    assert without_residue(volume) is volume
+    return volume
 
 
-@pytest.mark.parametrize("dtype", [np.int16, np.float64])
-def test_whole_numbers_stay_as_they_are(dtype):
-    volume = np.where(head() == 0, np.sign(noise(1)), 2e4).astype(dtype)
-    assert without_residue(volume) is volume
+STAY = {
+    "quiet air": np.hypot(head() + noise(0.5), noise(0.5, 2)).astype(np.float32),
+    "air": np.hypot(head() + noise(30), noise(30, 2)).astype(np.float32),
+    "whole numbers": np.where(head() == 0, np.sign(noise(1)), 2e4),
+    "scores": scores_behind_zeros(),
+    "a crop inside the body": np.random.default_rng(0).uniform(0, 1000, SHAPE),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_is_no_residue_stays_as_it_is(name):
+    assert without_residue(STAY[name]) is STAY[name]
 
 
 def test_residue_in_a_crop_whose_border_is_mostly_head_becomes_0_too():
@@ -80,12 +82,6 @@ def test_residue_in_a_crop_whose_border_is_mostly_head_becomes_0_too():
     dirty = np.where(clean == 0, noise(1e-5)[crop], clean).astype(np.float32)
     assert np.array_equal(without_residue(dirty), clean)
     assert border_value(clean) == 0
-
-
-def test_a_crop_inside_the_body_stays_as_it_is():
-    volume = np.random.default_rng(0).uniform(0, 1000, SHAPE).astype(np.float32)
-    assert without_residue(volume) is volume
-    assert border_value(volume) == 0
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(-1024, np.int16), (-0.73, np.float32)])
@@ -105,5 +101,6 @@ def test_a_border_that_is_almost_0_but_no_residue_is_named_in_scans_of_no_whole_
 
 def test_no_other_background_is_named_for_0_nor_for_noise():
     assert border_value(head()) == 0
+    assert border_value(STAY["a crop inside the body"]) == 0
     assert border_value(np.where(head() == 0, noise(1e-5), head()).astype(np.float32)) == 0
     assert border_value(np.where(head() == 0, np.abs(noise(20)), 500).astype(np.int16)) == 0

@@ -10,7 +10,6 @@ from cpu3d.data.cases.kinds import is_ct
 from cpu3d.data.cases.notes import case_notes
 from cpu3d.data.datasets.layouts import CaseFiles
 from cpu3d.data.files.loader import Loader, labelled, open_reading
-from cpu3d.data.manifest import case_from_json
 from cpu3d.data.native.spec import SampleSpec
 from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, bounding_box, centred, whole
@@ -24,7 +23,6 @@ from tests.cpu3d.data.made_datasets import dataset_json, decathlon, write_nifti
 
 LABELS = {"0": "background", "1": "tumour"}
 SHAPE = (14, 12, 10)
-WATER, FAT = 0, 1  # seeds of a split whose training case has an even and an odd number
 EVERY = AugmentConfig(
     rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
 )
@@ -351,28 +349,6 @@ def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
     (store / "manifest.json").unlink()
     again = prepare(data_set(tmp_path / "store-data", stripped), store, **TWO_TRAIN)
     assert again.normalisation[0].kind is Kind.ZSCORE
-
-
-def test_the_boxes_of_a_store_whose_manifest_was_not_written_are_of_the_window_it_gets(tmp_path):
-    def organ_of_water_or_fat(seed):
-        """A body that is above the window of fat alone."""
-        noise = np.random.default_rng(seed).integers(-3, 4, SHAPE)  # HU
-        organ = -200 * (seed % 2)
-        return (np.select([ball(0.4), ball(0.8)], [organ, -100], -1000) + noise).astype(np.int16)
-
-    data = data_set(tmp_path / "data", organ_of_water_or_fat, names=("CT",))
-
-    def made(seed, name):
-        return prepare(data, tmp_path / name, fractions=(1, 1, 2), seed=seed, workers=1)
-
-    first = made(WATER, "water")
-    other = made(FAT, "fat")
-    assert first.largest_box != other.largest_box
-    (tmp_path / "water/manifest.json").unlink()
-    assert made(FAT, "water") == other
-    for record in other.cases:
-        own = tmp_path / f"water/cases/{record.case_id}.json"
-        assert case_from_json(own.read_bytes()) == record
 
 
 def test_one_case_of_ct_among_others_is_a_bad_case(tmp_path):
