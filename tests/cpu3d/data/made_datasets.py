@@ -29,6 +29,8 @@ SUFFIXES = {
     "brats2023": ("-t2f", "-t1n", "-t1c", "-t2w", "-seg"),
 }
 SHAPE = (6, 5, 4)
+ALL = {"fractions": (1, 0, 0), "workers": 1}
+"""How `prepare` trains on all cases, in one process."""
 
 
 def write_nifti(path: Path, array: np.ndarray, affine=None, codes=(1, 1)) -> Path:
@@ -86,9 +88,8 @@ def decathlon(folder: Path, cases: int = 3, **changes) -> Path:
         },
         "training": training,
     }
-    content.update(changes)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "dataset.json").write_text(json.dumps(content))
+    (folder / "dataset.json").write_text(json.dumps({**content, **changes}))
     return folder
 
 
@@ -114,24 +115,18 @@ def nnunet(folder: Path, cases: int = 3, version: int = 2, **changes) -> Path:
     """The data set of `decathlon` as nnU-Net's raw data; returns its folder. A change to None
     leaves a field out."""
     content = json.loads((decathlon(folder, 0) / "dataset.json").read_text())
-    numbers = range(cases)
-    for number in numbers:
+    for number in range(cases):
         name = f"BRATS_{number:03d}"
         for channel in range(4):
             path = folder / f"imagesTr/{name}_{channel:04d}.nii.gz"
             write_nifti(path, tiny_image(10 * number + channel))
-        write_nifti(folder / f"labelsTr/{name}.nii.gz", tiny_label(1, 2, 3))
-    names = [f"BRATS_{number:03d}.nii.gz" for number in numbers]
-    content["training"] = [
-        {"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names
-    ]
+        label = f"labelsTr/{name}.nii.gz"
+        write_nifti(folder / label, tiny_label(1, 2, 3))
+        content["training"].append({"image": f"./imagesTr/{name}.nii.gz", "label": f"./{label}"})
     if version == 2:
+        del content["training"]
         content["channel_names"] = content.pop("modality")
         content["labels"] = {name: int(code) for code, name in content["labels"].items()}
-        content["numTraining"] = cases
-        content["file_ending"] = ".nii.gz"
-        content["overwrite_image_reader_writer"] = "NibabelIOWithReorient"
-        del content["training"]
     content.update(changes)
     content = {name: value for name, value in content.items() if value is not None}
     (folder / "dataset.json").write_text(json.dumps(content))

@@ -3,7 +3,6 @@ prepared to, and what is refused."""
 
 import json
 import re
-import shutil
 
 import nibabel
 import numpy as np
@@ -17,6 +16,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import (
+    ALL,
     brats_case,
     content_of,
     dataset_json,
@@ -27,19 +27,15 @@ from tests.cpu3d.data.made_datasets import (
     write_nifti,
 )
 
-ALL = {"fractions": (1, 0, 0), "workers": 1}
 TUMOUR = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3}
-ORDER = {"labels": TUMOUR, "regions_class_order": [1, 2, 3]}
+
+
+def ids_of(cases):
+    return [case.case_id for case in cases]
 
 
 def arrays_of(store):
     return {name: data for name, data in content_of(store / "cases").items() if "json" not in name}
-
-
-def changed(folder, **changes):
-    path = folder / "dataset.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return folder
 
 
 def listing(cases):
@@ -54,51 +50,50 @@ def listing(cases):
     }
 
 
-@pytest.mark.parametrize("how", [{"version": 1}, {"version": 2}, {"dataset": listing(4)}])
+@pytest.mark.parametrize("how", [{"version": 1}, {}, {"dataset": listing(4)}])
 def test_nnunets_raw_data_prepares_to_the_arrays_and_the_split_of_its_4d_files(tmp_path, how):
     thirds = {"fractions": (2, 1, 1), "workers": 1}
     expected = prepare(decathlon(tmp_path / "4D", 4), tmp_path / "expected", **thirds)
     manifest = prepare(nnunet(tmp_path / "raw", 4, **how), tmp_path / "store", **thirds)
     assert arrays_of(tmp_path / "store") == arrays_of(tmp_path / "expected")
-    for name in ("channels", "labels", "regions", "paint", "split", "split_hash"):
+    for name in ("channels", "labels", "regions", "split_hash"):
         assert getattr(manifest, name) == getattr(expected, name), name
     assert manifest.layout == "nnunet"
-    record = manifest.cases[0]
-    assert [source.path for source in record.sources] == [
+    assert [source.path for source in manifest.cases[0].sources] == [
         *(f"imagesTr/BRATS_000_{channel:04d}.nii.gz" for channel in range(4)),
         "labelsTr/BRATS_000.nii.gz",
     ]
 
 
 def test_other_files_than_those_of_the_ending_are_left_alone(tmp_path):
-    raw = nnunet(tmp_path / "raw", 0, numTraining=1, file_ending=".nii")
+    raw = nnunet(tmp_path, 1, file_ending=".nii")
     for channel in range(4):
         write_nifti(raw / f"imagesTr/a_{channel:04d}.nii", tiny_image(channel))
     write_nifti(raw / "labelsTr/a.nii", tiny_label(1))
-    write_nifti(raw / "imagesTr/b_0000.nii.gz", tiny_image(9))
     (case,) = read_dataset(raw).cases
     assert [path.name for path in case.images] == [f"a_{n:04d}.nii" for n in range(4)]
 
 
 def test_labels_of_several_codes_are_regions_with_their_order_and_codes_get_names(tmp_path):
     labels = {**TUMOUR, "vessel": [7], "ignore": 9}
-    raw = nnunet(tmp_path / "raw", 1, labels=labels, regions_class_order=[1, 2, 3, 7])
-    dataset = read_dataset(raw)
-    assert dataset.regions == {
-        "whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,), "vessel": (7,)
-    }  # fmt: skip
-    assert list(dataset.regions) == ["whole", "core", "enhancing", "vessel"]
+    dataset = read_dataset(nnunet(tmp_path, 1, labels=labels, regions_class_order=[1, 2, 3, 7]))
+    assert list(dataset.regions.items()) == [
+        ("whole", (1, 2, 3)), ("core", (2, 3)), ("enhancing", (3,)), ("vessel", (7,))
+    ]  # fmt: skip
     assert (dataset.class_order, dataset.ignore) == ((1, 2, 3, 7), 9)
-    assert list(dataset.labels) == [0, 1, 2, 3, 7, 9]
-    assert (dataset.labels[3], dataset.labels[9]) == ("enhancing", "ignore")
-    assert "whole" in dataset.labels[1]
-    assert "core" in dataset.labels[2]
+    assert dataset.labels == {
+        0: "background",
+        1: "code 1 of whole",
+        2: "code 2 of core",
+        3: "enhancing",
+        7: "vessel",
+        9: "ignore",
+    }
 
 
 def test_labels_of_one_code_each_are_labels_and_an_order_means_nothing(tmp_path):
-    raw = nnunet(tmp_path / "raw", 1, regions_class_order=[3, 2, 1])
-    changed(raw, labels={"background": 0, "a": 1, "b": [2], "c": 3, "ignore": 4})
-    dataset = read_dataset(raw)
+    labels = {"background": 0, "a": 1, "b": [2], "c": 3, "ignore": 4}
+    dataset = read_dataset(nnunet(tmp_path, 1, labels=labels, regions_class_order=[3, 2, 1]))
     assert (dataset.regions, dataset.class_order, dataset.ignore) == (None, (), 4)
     assert dataset.labels == {0: "background", 1: "a", 2: "b", 3: "c", 4: "ignore"}
 
@@ -107,69 +102,47 @@ OVERLAP = {"background": 0, "b": 1, "d": [3, 2], "c": 2}  # d is painted first, 
 
 
 @pytest.mark.parametrize(
-    ("labels", "order", "paint"),
-    [
-        (OVERLAP, None, ()),
-        (OVERLAP, [1, 3, 2], (("b", 1), ("d", 3), ("c", 2))),
-    ],
+    ("order", "paint"), [(None, ()), ([1, 3, 2], (("b", 1), ("d", 3), ("c", 2)))]
 )
-def test_a_store_keeps_the_order_of_painting(tmp_path, labels, order, paint):
-    raw = nnunet(tmp_path / "raw", 2, labels=labels, regions_class_order=order)
+def test_a_store_keeps_the_order_of_painting(tmp_path, order, paint):
+    raw = nnunet(tmp_path / "raw", 2, labels=OVERLAP, regions_class_order=order)
     prepare(raw, tmp_path / "store", **ALL)
     manifest = open_store(tmp_path / "store").manifest
     assert manifest.paint == paint
-    assert manifest.regions == {
-        name: tuple(sorted(codes if isinstance(codes, list) else [codes]))
-        for name, codes in labels.items()
-        if codes
-    }
+    assert manifest.regions == {"b": (1,), "d": (2, 3), "c": (2,)}
 
 
 NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
+WRONG_LABELS = (
+    None,
+    {"background": 0},
+    {"background": 0, "other": 0, "a": 1},
+    {"background": 0, "a": 1, "b": 1},
+    {"background": 0, "a": 300},
+    {"background": 0, "a": [0, 1]},
+    {"background": 0, "a": 1, "ignore": 1},
+    {"background": 0, "a": 1, "ignore": [2, 3]},
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
+        *(({"labels": labels}, "distinct names") for labels in WRONG_LABELS),
         ({"file_ending": ".nrrd"}, r"file_ending .* \.nii\.gz or \.nii.* got \.nrrd"),
         ({"channel_names": None}, "must name channels"),
         ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "got BRATS_000_0002"),
         ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, "without gaps"),
         ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
         ({"numTraining": 3}, "numTraining .* 2, got 3"),
-        ({"labels": {"background": 0, "a": 1, "b": 1}}, "distinct names"),
-        ({"labels": {"background": 0, "other": 0, "a": 1}}, "distinct names"),
-        ({"labels": {"background": 0, "a": 300}}, "0..255"),
-        ({"labels": {"background": 0, "a": [0, 1]}}, "codes 1..255"),
-        ({"labels": {"background": 0, "a": "1", "b": 2}}, "distinct names"),
-        ({"labels": {"background": 0}}, "at least one"),
-        ({"labels": None}, "got none"),
-        ({"labels": {"background": 0, "a": 1, "ignore": [2, 3]}}, "distinct names"),
-        ({"labels": {"background": 0, "a": 1, "ignore": 1}}, "distinct names"),
         ({"labels": TUMOUR, "regions_class_order": [1, 2]}, r"regions_class_order .*\[1, 2\]"),
-        ({"dataset": {"../a": {"images": ["a.nii.gz"], "label": "b.nii.gz"}}}, "names of files"),
-        (
-            {"dataset": {"a": {"images": ["/etc/a.nii.gz"], "label": "b.nii.gz"}}},
-            "inside its folder",
-        ),
-        ({"dataset": {"a": {"images": ["a.nii.gz"], "label": "../b.nii.gz"}}}, "inside its folder"),
-        (
-            {"dataset": {"a": {"label": "b.nii.gz"}}},
-            r"json\.dataset\.a must have its fields .*, got no images;",
-        ),
-        ({"labels": [0, 1]}, r"json\.labels must be object .*, got \[0, 1\];"),
-        ({"channel_names": None, "modality": NAMES, "training": []}, "must list cases"),
-        (
-            {"channel_names": None, "modality": NAMES, "training": [{"image": "a", "fold": "a"}]},
-            r"\.training\[0\]\.fold must be int .*, got a;",
-        ),
+        ({"dataset": {"../a": {"images": ["a.nii.gz"]}}}, "names of files"),
+        ({"channel_names": None, "modality": NAMES}, "must list cases"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
     tmp_path, changes, rule, capsys
 ):
-    if "dataset" in changes:
-        changes["numTraining"] = 1
     raw = nnunet(tmp_path / "raw", 2, **changes)
     store = tmp_path / "store"
     assert main(["prepare", "--dataset", str(raw), "--store", str(store)]) == 2
@@ -179,13 +152,13 @@ def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
     assert not store.exists()
 
 
-@pytest.mark.parametrize("field", ["modality", "labels", "name"])
-@pytest.mark.parametrize("control", ["\x1b[2J", "\x9b2J", "\u202e"])
-def test_a_name_with_control_characters_is_refused_and_shown_without_them(tmp_path, field, control):
-    names = {"modality": {"0": control}, "labels": {"1": f"a{control}"}, "name": control}
+@pytest.mark.parametrize(
+    "changes", [{"modality": {"0": "\x1b[2J"}}, {"labels": {"1": "a\x9b2J"}}, {"name": "\u202e"}]
+)
+def test_a_name_with_control_characters_is_refused_and_shown_without_them(tmp_path, changes):
     with pytest.raises(InputError, match="must be without control characters") as caught:
-        read_dataset(decathlon(tmp_path / "data", 1, **{field: names[field]}))
-    assert control not in str(caught.value)
+        read_dataset(decathlon(tmp_path, 1, **changes))
+    assert str(caught.value).isprintable()
 
 
 def test_an_id_with_control_characters_is_refused(tmp_path):
@@ -194,36 +167,33 @@ def test_an_id_with_control_characters_is_refused(tmp_path):
         read_dataset(tmp_path)
 
 
-@pytest.mark.parametrize("way", ["{}/image.nii.gz", "{}/anat/image.nii.gz", "x/{}.nii.gz"])
+@pytest.mark.parametrize("image", ["{}/image.nii.gz", "{}/anat/image.nii.gz", "x/{}.nii.gz"])
 def test_the_id_of_a_case_is_its_files_name_or_the_nearest_folders_that_tells_cases_apart(
-    tmp_path, way
+    tmp_path, image
 ):
+    ids = ["p1", "p2", "p3"]
     training = []
-    for name in ("p1", "p2", "p3"):
-        image = write_nifti(tmp_path / "d" / way.format(name), np.stack([tiny_image()] * 4, -1))
-        label = write_nifti(image.with_name(f"{image.name[:-7]}_seg.nii.gz"), tiny_label(1))
-        paths = {"image": image, "label": label}
-        training.append({kind: str(p.relative_to(tmp_path / "d")) for kind, p in paths.items()})
-    dataset = read_dataset(decathlon(tmp_path / "d", 0, training=training))
-    assert [case.case_id for case in dataset.cases] == ["p1", "p2", "p3"]
+    for name in ids:
+        entry = {"image": image.format(name), "label": f"labels/{name}.nii.gz"}
+        for path in entry.values():
+            write_nifti(tmp_path / path, tiny_image())
+        training.append(entry)
+    assert ids_of(read_dataset(decathlon(tmp_path, 0, training=training)).cases) == ids
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_case_without_a_file_is_a_bad_case_and_the_others_are_good(tmp_path, version):
-    raw = nnunet(tmp_path / "raw", 4, version=version)
+    raw = nnunet(tmp_path, 4, version)
     (raw / "imagesTr/BRATS_000_0002.nii.gz").unlink()
     (raw / "labelsTr/BRATS_001.nii.gz").unlink()
     dataset = read_dataset(raw)
-    assert [case.case_id for case in dataset.cases] == ["BRATS_002", "BRATS_003"]
-    problems = {case_id: lines for case_id, (lines,) in dataset.problems.items()}
-    assert problems["BRATS_000"].startswith("image of case BRATS_000")
-    assert problems["BRATS_001"].startswith("label of case BRATS_001")
-    manifest = prepare(raw, tmp_path / "store", **ALL, skip_bad=True)
-    assert [case.case_id for case in manifest.cases] == ["BRATS_002", "BRATS_003"]
+    assert ids_of(dataset.cases) == ["BRATS_002", "BRATS_003"]
+    kinds = {case_id: line.split()[0] for case_id, (line,) in dataset.problems.items()}
+    assert kinds == {"BRATS_000": "image", "BRATS_001": "label"}
 
 
 def test_a_label_alone_and_a_file_without_a_number_are_named(tmp_path):
-    raw = nnunet(tmp_path / "raw", 2)
+    raw = nnunet(tmp_path, 2)
     for path in (raw / "imagesTr").glob("BRATS_001*"):
         path.unlink()
     (lines,) = read_dataset(raw).problems.values()
@@ -231,21 +201,18 @@ def test_a_label_alone_and_a_file_without_a_number_are_named(tmp_path):
     write_nifti(raw / "imagesTr/BRATS_002.nii.gz", tiny_image())
     with pytest.raises(InputError, match=r"CASE_0000.*got BRATS_002\.nii\.gz"):
         read_dataset(raw)
-    shutil.rmtree(raw / "imagesTr")
-    with pytest.raises(InputError, match="got none"):
-        read_dataset(raw)
 
 
 def test_a_listed_case_without_a_channel_or_of_channels_in_another_order_is_bad(tmp_path):
     cases = listing(3)
     cases["BRATS_001"]["images"].pop()
-    names = [f"x_{name}.nii.gz" for name in ("flair", "t1", "t1ce", "t2")]
-    cases["BRATS_002"]["images"] = [names[place] for place in (0, 2, 1, 3)]
-    raw = nnunet(tmp_path / "raw", 2, dataset=cases, numTraining=3)
+    names = [f"x_{name}.nii.gz" for name in ("flair", "t1ce", "t1", "t2")]
+    cases["BRATS_002"]["images"] = names
+    raw = nnunet(tmp_path, 3, dataset=cases)
     for name in names:
         write_nifti(raw / name, tiny_image())
     dataset = read_dataset(raw)
-    assert [case.case_id for case in dataset.cases] == ["BRATS_000"]
+    assert ids_of(dataset.cases) == ["BRATS_000"]
     assert "got 3" in dataset.problems["BRATS_001"][0]
     assert "x_t1ce.nii.gz for T1w" in dataset.problems["BRATS_002"][0]
 
@@ -264,8 +231,7 @@ def datalist(folder, **changes):
         write_nifti(folder / label, tiny_label(1, 2, 3))
         training.append({"image": names, "label": label, "fold": number % 3})
     labels = {"0": "background", "1": "core", "2": "edema", "3": "enhancing"}
-    content = {"training": training, "testing": [{"image": "none.nii.gz"}], "labels": labels}
-    content.update({"modality": NAMES, **changes})
+    content = {"training": training, "labels": labels, "modality": NAMES, **changes}
     path = folder / "list.json"
     path.write_text(json.dumps(content))
     return path
@@ -276,27 +242,25 @@ def test_a_list_of_monais_gives_cases_channels_and_folds(tmp_path, capsys):
     manifest = prepare(path, tmp_path / "store", workers=1)
     assert 'warning: 1 case under "validation"' in capsys.readouterr().err
     assert (manifest.layout, manifest.channels) == ("datalist", tuple(NAMES.values()))
-    assert [case.case_id for case in manifest.cases] == [f"p{number}" for number in range(5)]
+    assert ids_of(manifest.cases) == [f"p{number}" for number in range(5)]
     assert [fold["val"] for fold in manifest.folds] == [("p0", "p3"), ("p1", "p4"), ("p2",)]
     assert manifest.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
-    view = with_fold(open_store(tmp_path / "store"), "2/3").manifest
+    store = open_store(tmp_path / "store")
+    view = with_fold(store, "2/3").manifest
     assert view.split == {"train": ("p0", "p2", "p3"), "val": ("p1", "p4"), "test": ()}
     assert prepare(path, tmp_path / "store", workers=1) == manifest
-    expected = np.asarray(nibabel.load(tmp_path / "data/p1/p1_t1ce.nii.gz").dataobj)
-    image = open_store(tmp_path / "store").image("p1")
-    assert sorted(image[..., 2].ravel()) == sorted(expected.ravel())
+    t1ce = nibabel.load(tmp_path / "data/p1/p1_t1ce.nii.gz").dataobj
+    np.testing.assert_array_equal(store.image("p1")[..., 2], t1ce)
 
 
 def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path):
-    manifest = prepare(
-        datalist(tmp_path / "data"), tmp_path / "store", workers=1, fractions=(8, 1, 1)
-    )
-    assert manifest.folds == ()
-    assert len(manifest.split["test"]) == 1
+    path = datalist(tmp_path / "data")
+    manifest = prepare(path, tmp_path / "store", workers=1, fractions=(8, 1, 1))
+    assert (manifest.folds, len(manifest.split["test"])) == ((), 1)
 
 
 def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
-    folder = decathlon(tmp_path / "data", 4)
+    folder = decathlon(tmp_path, 4)
     with dataset_json(folder) as content:
         for number, entry in enumerate(content["training"][:3]):
             entry["fold"] = number % 2
@@ -313,61 +277,25 @@ def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
 # --- Regions by name ---
 
 
-def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys):
+def prepare_with_regions(tmp_path, *texts):
+    """Run `prepare --regions ...`; returns its exit code and the store's folder."""
     store = tmp_path / "store"
-    words = ["prepare", "--dataset", decathlon(tmp_path / "data", 3), "--store", store]
-    chosen = ["--workers", "1", "--regions", "inner=3,2", "edema=1"]
-    assert main([*map(str, words), *chosen]) == 0
+    words = ["--dataset", decathlon(tmp_path / "data", 2), "--store", store, "--split", 1, 0, 0]
+    return main(["prepare", *map(str, words), "--workers", "1", "--regions", *texts]), store
+
+
+def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys):
+    code, store = prepare_with_regions(tmp_path, "inner=3,2", "edema=1")
+    assert code == 0
     manifest = open_store(store).manifest
     assert list(manifest.regions.items()) == [("inner", (2, 3)), ("edema", (1,))]
     assert "1 edema -> edema" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("first", "chosen", "more", "is_noted"),
-    [
-        ({"labels": TUMOUR}, {"WT": (1, 2, 3), "ET": (3,)}, {"labels": TUMOUR}, True),
-        (ORDER, None, {**ORDER, "regions_class_order": None}, False),
-        ({}, {"core": (2, 3)}, {}, False),
-    ],
-)
-def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
-    tmp_path, capsys, first, chosen, more, is_noted
-):
-    store = tmp_path / "store"
-    before = prepare(nnunet(tmp_path / "first", 2, **first), store, **ALL, regions=chosen)
-    capsys.readouterr()
-    done = append(store, nnunet(tmp_path / "more", 3, **more), workers=1)
-    assert done.new == ("BRATS_002",)
-    assert (done.manifest.regions, done.manifest.paint) == (before.regions, before.paint)
-    assert ("note: regions are" in capsys.readouterr().err) == is_noted
-
-
-def test_other_regions_or_another_painting_for_a_finished_store_are_refused(tmp_path):
-    data = nnunet(tmp_path / "data", 2, labels=OVERLAP, regions_class_order=[1, 3, 2])
-    before = prepare(data, tmp_path / "store", **ALL)
-    assert prepare(data, tmp_path / "store", **ALL) == before
-    with pytest.raises(InputError, match="regions are now all=1,2,3"):
-        prepare(data, tmp_path / "store", **ALL, regions={"all": (1, 2, 3)})
-    changed(data, regions_class_order=[3, 1, 2])
-    with pytest.raises(InputError, match="regions_class_order"):
-        prepare(data, tmp_path / "store", **ALL)
-    assert open_store(tmp_path / "store").manifest == before
-
-
-def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path):
-    brats_case(tmp_path / "data/BraTS-GLI-00001-000")
-    regions = {"tumour": (1, 2, 3), "cavity": (4,)}
-    manifest = prepare(tmp_path / "data", tmp_path / "store", **ALL, regions=regions)
-    assert (manifest.regions, sorted(manifest.labels)) == (regions, [0, 1, 2, 3, 4])
-
-
-@pytest.mark.parametrize(
     ("texts", "rule"),
     [
-        (["WT"], "NAME=CODE"),
         (["=1"], "NAME=CODE"),
-        (["WT=1,x"], "NAME=CODE"),
         (["WT=1,1"], "NAME=CODE"),
         (["WT=256"], "NAME=CODE"),
         (["WT=1", "wt=2"], "different names"),
@@ -375,10 +303,44 @@ def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path):
     ],
 )
 def test_regions_that_cannot_be_are_refused_in_one_line(tmp_path, texts, rule, capsys):
-    data = decathlon(tmp_path / "data", 2)
-    store = tmp_path / "store"
-    words = ["prepare", "--dataset", str(data), "--store", str(store), "--regions", *texts]
-    assert main(words) == 2
+    code, store = prepare_with_regions(tmp_path, *texts)
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert re.search(rule, line)
-    assert not store.exists()
+    assert (code, store.exists()) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("order", "chosen", "is_noted"),
+    [(None, {"WT": (1, 2, 3), "ET": (3,)}, True), ([1, 2, 3], None, False)],
+)
+def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
+    tmp_path, capsys, order, chosen, is_noted
+):
+    first = nnunet(tmp_path / "first", 2, labels=TUMOUR, regions_class_order=order)
+    before = prepare(first, tmp_path / "store", **ALL, regions=chosen)
+    capsys.readouterr()
+    done = append(tmp_path / "store", nnunet(tmp_path / "more", 3, labels=TUMOUR), workers=1)
+    assert done.new == ("BRATS_002",)
+    assert (done.manifest.regions, done.manifest.paint) == (before.regions, before.paint)
+    assert ("note: regions are" in capsys.readouterr().err) == is_noted
+
+
+def test_other_regions_or_another_painting_for_a_finished_store_are_refused(tmp_path):
+    data = nnunet(tmp_path / "data", 2, labels=OVERLAP, regions_class_order=[1, 3, 2])
+    store = tmp_path / "store"
+    before = prepare(data, store, **ALL)
+    assert prepare(data, store, **ALL) == before
+    with pytest.raises(InputError, match="regions are now all=1,2,3"):
+        prepare(data, store, **ALL, regions={"all": (1, 2, 3)})
+    with dataset_json(data) as content:
+        content["regions_class_order"] = [3, 1, 2]
+    with pytest.raises(InputError, match="regions_class_order"):
+        prepare(data, store, **ALL)
+    assert open_store(store).manifest == before
+
+
+def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path):
+    brats_case(tmp_path / "data/BraTS-GLI-00001-000")
+    regions = {"tumour": (1, 2, 3), "cavity": (4,)}
+    manifest = prepare(tmp_path / "data", tmp_path / "store", **ALL, regions=regions)
+    assert (manifest.regions, sorted(manifest.labels)) == (regions, [0, 1, 2, 3, 4])
