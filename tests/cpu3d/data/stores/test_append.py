@@ -26,10 +26,12 @@ SPLITS = ("train", "val", "test")
 IDS = tuple(f"BRATS_00{number}" for number in range(6))
 
 
+HOW = {"fractions": (1, 1, 1), "workers": 1}
+
+
 @pytest.fixture
 def data(tmp_path):
-    """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5, and a store of
-    the first."""
+    """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5."""
     decathlon(tmp_path / "few", 3)
     decathlon(tmp_path / "many", 6)
     for path in tmp_path.rglob("*.nii.gz"):
@@ -39,23 +41,29 @@ def data(tmp_path):
 
 @pytest.fixture
 def store(data):
-    prepare(data / "few", data / "store", fractions=(1, 1, 1), workers=1)
+    """A store of the few."""
+    prepare(data / "few", data / "store", **HOW)
     return data / "store"
+
+
+def bring_few(data, folder):
+    """Put the files of the few in the place of those of their names in another data set."""
+    for kind in ("imagesTr", "labelsTr"):
+        shutil.copytree(data / "few" / kind, folder / kind, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("settings", [StoreSettings(), StoreSettings("b2nd", crop=True)])
 def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
     store = data / "store"
-    how = {"fractions": (1, 1, 1), "workers": 1, "settings": settings}
-    prepare(data / "few", store, **how)
-    prepare(data / "many", data / "direct", **how)
+    prepare(data / "few", store, **HOW, settings=settings)
+    prepare(data / "many", data / "direct", **HOW, settings=settings)
     old = open_store(store).manifest
     before = content_of(store / "cases")
     done = append(store, data / "many", workers=1)
     assert (done.new, done.known, done.bad) == (IDS[3:], IDS[:3], ())
     new = open_store(store).manifest
     assert new == done.manifest
-    assert before.items() <= content_of(store / "cases").items()
+    assert before.items() <= content_of(data / "direct/cases").items()
     assert content_of(store / "cases") == content_of(data / "direct/cases")
     assert all(set(old.split[name]) < set(new.split[name]) for name in SPLITS)
     assert [len(new.split[name]) for name in SPLITS] == [2, 2, 2]
@@ -71,7 +79,7 @@ def test_damaged_files_of_a_grown_store_come_back_by_the_same_commands_in_their_
     with pytest.raises(InputError, match=r"BRATS_004\.json.*delete manifest\.json, then repeat"):
         append(store, data / "many", workers=1)
     (store / "manifest.json").unlink()
-    prepare(data / "few", store, fractions=(1, 1, 1), workers=1)
+    prepare(data / "few", store, **HOW)
     append(store, data / "many", workers=1)
     assert content_of(store) == before
 
@@ -100,15 +108,12 @@ def test_other_channels_or_labels_are_refused(data, store, field, content):
 def test_channels_in_another_order_are_taken_by_name(data, store):
     names = ("T2w", "T1-Gd", "flair", "t1n")
     others = decathlon(data / "others", 4, modality=dict(zip("0123", names)))
-    voxels = [tiny_image(100 + number) for number in range(4)]
-    write_nifti(others / "imagesTr/BRATS_003.nii.gz", np.stack(voxels, -1))
-    for number in range(3):
-        for kind in ("imagesTr", "labelsTr"):
-            name = f"{kind}/BRATS_00{number}.nii.gz"
-            shutil.copy2(data / "few" / name, others / name)
+    voxels = np.stack([tiny_image(number) for number in range(100, 104)], -1)
+    write_nifti(others / "imagesTr/BRATS_003.nii.gz", voxels)
+    bring_few(data, others)
     append(store, others, workers=1)
-    expected = np.stack([voxels[index] for index in (2, 3, 1, 0)], -1)
-    np.testing.assert_array_equal(open_store(store).image("BRATS_003"), expected)
+    image = open_store(store).image("BRATS_003")
+    np.testing.assert_array_equal(image, voxels[..., [2, 3, 1, 0]])
 
 
 def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(
@@ -139,34 +144,24 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
 def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient(
     have, new, cases_each, seed
 ):
-    old = {}
-    split = {}
-    for name, count in zip(SPLITS, have):
-        split[name] = tuple(f"{name}{number}" for number in range(count))
-        old.update({case_id: case_id for case_id in split[name]})
-    more = {
-        f"new{patient}-{number}": f"new{patient}"
-        for patient in range(new)
-        for number in range(cases_each)
-    }
+    split = {name: tuple(f"{name}{n}" for n in range(count)) for name, count in zip(SPLITS, have)}
+    old = {case_id: case_id for ids in split.values() for case_id in ids}
+    more = {f"new{n}-{number}": f"new{n}" for n in range(new) for number in range(cases_each)}
     dealt = deal_cases(split, old, more, seed=seed)
-    assert all(set(split[name]) <= set(dealt[name]) for name in SPLITS)
-    assert sorted(sum(dealt.values(), ())) == sorted([*old, *more])
     patients = {**old, **more}
+    assert sorted(sum(dealt.values(), ())) == sorted(patients)
     parts = [{patients[case_id] for case_id in dealt[name]} for name in SPLITS]
     total = sum(have) + new
     assert sum(map(len, parts)) == total
-    for part, count in zip(parts, have):
+    for name, part, count in zip(SPLITS, parts, have):
+        assert set(split[name]) <= set(dealt[name])
         assert abs(len(part) - count / sum(have) * total) < 1
 
 
 def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_given(data):
     for path in sorted((data / "few").rglob("*.nii.gz")):
         write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))
-    prepare(data / "few", data / "store", fractions=(1, 1, 1), workers=1)
-    for number in range(3):
-        for kind in ("imagesTr", "labelsTr"):
-            name = f"{kind}/BRATS_00{number}.nii.gz"
-            shutil.copy2(data / "few" / name, data / "many" / name)
+    prepare(data / "few", data / "store", **HOW)
+    bring_few(data, data / "many")
     done = append(data / "store", data / "many", workers=1, skip_bad=True)
     assert (done.new, done.bad) == ((), IDS[3:])
