@@ -33,12 +33,17 @@ ALL = {"fractions": (1, 0, 0), "workers": 1}
 """How `prepare` trains on all cases, in one process."""
 
 
-def write_nifti(path: Path, array: np.ndarray, affine=None, codes=(1, 1)) -> Path:
-    """A NIfTI-1 file with these sform and qform codes."""
+def write_nifti(
+    path: Path, array: np.ndarray, affine=None, codes=(1, 1), qform=None, unit=None
+) -> Path:
+    """A NIfTI-1 file with these sform and qform codes; `qform` is one of another place, and `unit`
+    the number that tells the unit of lengths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     image = nibabel.Nifti1Image(array, np.eye(4) if affine is None else affine)
     image.set_sform(image.affine, codes[0])
-    image.set_qform(image.affine, codes[1])
+    image.set_qform(image.affine if qform is None else qform, codes[1])
+    if unit is not None:
+        image.header["xyzt_units"] = unit
     nibabel.save(image, path)
     return path
 
