@@ -184,11 +184,12 @@ class FirstMaxPool(tf.keras.layers.MaxPool3D):
     @tf.autograph.experimental.do_not_convert
     def call(self, x: tf.Tensor, training: Optional[bool] = None) -> tf.Tensor:
         pool = super().call
+        strides = self.strides  # TensorFlow keeps a gradient's function, and would keep the layer
 
         @tf.custom_gradient
         def computed(x: tf.Tensor) -> Tuple[tf.Tensor, Any]:
             largest = pool(x)
-            return largest, lambda grad: _to_first(x, largest, grad, self.strides)
+            return largest, lambda grad: _to_first(x, largest, grad, strides)
 
         return computed(x)
 
