@@ -24,7 +24,6 @@ HOST = dataclasses.replace(
     cpu_quota=None,
     l2_bytes=3 * 2**20,
 )
-SCALE = {"scale": 2.0, "quiet": True, "threads": 2, "date": "2026-11-26", "job": "some"}
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
@@ -46,7 +45,7 @@ def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it
     if measured:
         path = host_file(HOST)
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({**like_shipped(HOST), "scales": {"bfloat16": SCALE}}))
+        path.write_text(json.dumps(like_shipped(HOST)))
         assert load_constants(path).l2_bytes == 3 * 2**20
     assert find_constants(HOST).l2_bytes == 3 * 2**20
     unknown = dataclasses.replace(HOST, cpu_model="Other CPU", l2_bytes=0)
@@ -68,7 +67,6 @@ def test_another_host_has_another_file(changes):
         (("costs", "float32", "update"), {"traffic": 1e-9}, "float32: update work missing"),
         (("op_bytes",), {"stock": 1}, "op_bytes of itex missing"),
         (("threads",), 0, "got threads 0"),
-        (("scales",), {"float32": {**SCALE, "scale": 9.0}}, "got scale 9.0"),
     ],
 )
 def test_a_damaged_file_is_refused(place, value, message, tmp_path):

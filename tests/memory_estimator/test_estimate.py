@@ -54,38 +54,31 @@ def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(changes, unet, 
 
 
 def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_its_steps():
+    volume = 96**3
+    sample = volume * (4 * 2 + 3)
     fed = of()
     from_store = of(from_store=True)
-    held = {line.name: line.bytes for line in from_store.components}
-    assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
-    assert fed.upper_bound_bytes == fed.kind.upper_bound(fed.process_peak_bytes)
+    (held,) = (line.bytes for line in from_store.components if "next batch" in line.name)
+    assert held == sample
+    # One at a time samples are never in TensorFlow's allocator.
+    for figure, more in (("allocator_peak_bytes", -sample), ("process_peak_bytes", sample)):
+        expected = pytest.approx(getattr(fed, figure) + more, rel=0.02)
+        assert getattr(from_store, figure) == expected
     extra = {line.name: line.bytes for line in from_store.extra}
     validation = extra.pop("validation", 0)
-    counted = from_store.kind.upper_bound(from_store.process_peak_bytes + validation) + sum(
-        extra.values()
-    )
-    assert from_store.upper_bound_bytes == counted
+    bound = from_store.kind.upper_bound(from_store.process_peak_bytes + validation)
+    assert from_store.upper_bound_bytes == bound + sum(extra.values())
     assert "samples in preparation" not in extra, "it is the next batch"
-    assert extra["a case's files"] == 96**3 * (4 * 2 + 1)
-    assert (
-        of(from_store=True, case_bytes=10**9).upper_bound_bytes - counted
-        == 10**9 - extra["a case's files"]
-    )
+    assert extra["a case's files"] == volume * (4 * 2 + 1)
+    larger = of(from_store=True, case_bytes=10**9).upper_bound_bytes - from_store.upper_bound_bytes
+    assert larger == 10**9 - extra["a case's files"]
     # For gamma it is whole in float32, with a copy of a channel to smooth.
     reworked = of(from_store=True, reworked=True).upper_bound_bytes
-    assert reworked - from_store.upper_bound_bytes == 96**3 * (4 * 4 + 4)
+    assert reworked - from_store.upper_bound_bytes == volume * (4 * 4 + 4)
     # Several volumes are side by side before they are copied into one batch.
     two = of(from_store=True, batch=2, micro_batch=2)
     prepared = [line.bytes for line in two.extra if line.name == "samples in preparation"]
-    assert prepared == [2 * 96**3 * (4 * 2 + 3)]
-    # One at a time they never are in TensorFlow's allocator.
-    samples = 2 * 96**3 * (4 * 2 + 3)
-    assert from_store.allocator_peak_bytes == pytest.approx(
-        fed.allocator_peak_bytes - samples / 2, rel=0.02
-    )
-    assert from_store.process_peak_bytes == pytest.approx(
-        fed.process_peak_bytes + samples / 2, rel=0.02
-    )
+    assert prepared == [2 * sample]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memory_estimator.calibration import constants_of, find_constants, host_file, shipped_constants
+from memory_estimator.calibration import constants_of, find_constants, shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
@@ -48,15 +48,6 @@ def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy
     assert layers[0].upper_bound_bytes == layers[1].upper_bound_bytes
     assert "TensorFlow's layers" in layers[0].margin
     assert sum(line.bytes for line in layers[0].components) == layers[0].process_peak_bytes
-
-
-def test_seconds_that_native_operations_took_are_not_those_of_layers(monkeypatch, tmp_path):
-    native = find_constants(SMALL.host)
-    host_file(SMALL.host).parent.mkdir(parents=True)
-    host_file(SMALL.host).write_text("{}")  # which would be left out with a note
-    assert find_constants(SMALL.host).note
-    layers = find_constants(WITHOUT)
-    assert (native.instructions, layers.instructions, layers.note) == ("avx512_bf16", "", "")
 
 
 def test_this_host_is_asked_and_its_flags_are_not_believed(monkeypatch, tmp_path):
