@@ -3,7 +3,6 @@ time."""
 
 import argparse
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Literal, Optional, Tuple, Union
@@ -15,7 +14,6 @@ from memory_estimator.common.files import (
     read_json,
     read_record,
     read_regular,
-    read_text,
     typed,
 )
 from memory_estimator.common.schema import (
@@ -25,29 +23,21 @@ from memory_estimator.common.schema import (
     option,
     to_command_line,
 )
-from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
+from memory_estimator.common.table import Bold, Table, new_figure, plain, png
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 
 
-def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
+def test_only_regular_files_and_links_to_them_are_opened(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "device").symlink_to("/dev/zero")
-    monkeypatch.chdir(tmp_path)  # the address of a socket is short
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("socket")
-        assert read_regular(tmp_path / "link") == b"content"
-        for name, kind in (
-            ("fifo", "a FIFO"),
-            ("device", "a device"),
-            ("socket", "a socket"),
-            (".", "a folder"),
-        ):
-            with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {kind}"):
-                read_regular(name)
+    assert read_regular(tmp_path / "link") == b"content"
+    for name, kind in (("fifo", "a FIFO"), ("device", "a device"), ("", "a folder")):
+        with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {kind}"):
+            read_regular(tmp_path / name)
     with pytest.raises(FileNotFoundError):
-        read_regular("nothing")
+        read_regular(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
@@ -55,7 +45,6 @@ def test_json_is_read_with_and_without_a_byte_order_mark(tmp_path, encoding):
     (tmp_path / "a.json").write_bytes('{"schema": 1,\r\n"name": "№"}\r\n'.encode(encoding))
     assert read_json(tmp_path / "a.json") == {"schema": 1, "name": "№"}
     assert read_record(tmp_path / "a.json", 1, dict, "restore it") == {"name": "№"}
-    assert read_text(tmp_path / "a.json").startswith("{")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
@@ -80,14 +69,8 @@ class Whole:
 
 
 def test_json_becomes_records_of_the_kinds_that_their_fields_have():
-    content = {
-        "parts": [{"name": "a", "weight": 2}],
-        "size": [3, 4],
-        "codes": {"7": "x"},
-        "note": "n",
-    }
-    assert typed(content, Whole) == Whole((Part("a", 2),), (3, 4), {7: "x"}, "n")
-    assert vars(typed({"name": "a"}, Part)) == {"name": "a", "weight": 1.0}
+    content = {"parts": [{"name": "a"}], "size": [3, 4], "codes": {"7": "x"}, "note": "n"}
+    assert typed(content, Whole) == Whole((Part("a", 1.0),), (3, 4), {7: "x"}, "n")
 
 
 @pytest.mark.parametrize(
@@ -149,15 +132,13 @@ class LeftOpen:
     ("line", "settings"),
     [
         ("--strides auto", LeftOpen()),
-        ("--strides 2,2,1 2,2,2", LeftOpen(strides=((2, 2, 1), (2, 2, 2)))),
-        ("--depth 4", LeftOpen(depth=4)),
+        ("--depth 4 --strides 2,2,1 2,2,2", LeftOpen(4, ((2, 2, 1), (2, 2, 2)))),
     ],
 )
 def test_a_word_stands_for_numbers_that_are_decided_later(line, settings):
-    line = line.split()
-    args = parsed(*line, kinds=(LeftOpen,))
+    args = parsed(line, LeftOpen)
     assert from_args(LeftOpen, args) == settings
-    assert to_command_line(LeftOpen, given_options(LeftOpen, args)) == line
+    assert to_command_line(LeftOpen, given_options(LeftOpen, args)) == line.split()
 
 
 @dataclass(frozen=True)
@@ -167,11 +148,11 @@ class Unset:
 
 def test_a_value_that_stands_for_none_chosen_cannot_be_typed(capsys):
     with pytest.raises(ValueError, match=r"^--steps must be at least 1, got 0; leave it out"):
-        from_args(Unset, parsed("--steps", "0", kinds=(Unset,)))
-    assert from_args(Unset, parsed(kinds=(Unset,))) == Unset()
+        from_args(Unset, parsed("--steps 0", Unset))
+    assert from_args(Unset, parsed("", Unset)) == Unset()
     assert to_command_line(Unset, {"steps": 0}) == []
     with pytest.raises(SystemExit):
-        parsed("--help", kinds=(Unset,))
+        parsed("--help", Unset)
     assert "default: 0" not in capsys.readouterr().out
 
 
@@ -180,57 +161,41 @@ class Rest:
     words: Tuple[str, ...] = option(rest=True)
 
 
-def parsed(*words, kinds=(Options,)):
+def parsed(line, kind=Options):
     parser = argparse.ArgumentParser()
-    add_options(parser, *kinds)
-    return parser.parse_args(words)
+    add_options(parser, kind)
+    return parser.parse_args(line.split())
 
 
 def test_settings_come_from_a_command_line_and_go_back_to_it():
-    line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3"
-    words = f"{line} --peer x --peer y --names a b --strides 2,2,1 2,2,2".split()
-    args = parsed(*words)
+    line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3 "
+    line += "--peer x --peer y --names a b --strides 2,2,1 2,2,2"
+    args = parsed(line)
     strides = ((2, 2, 1), (2, 2, 2))
     assert from_args(Options, args) == Options(
         Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"), strides
     )
-    assert to_command_line(Options, given_options(Options, args)) == words
+    assert to_command_line(Options, given_options(Options, args)) == line.split()
     with pytest.raises(ValueError, match="--rate must be below 1, got 1"):
-        from_args(Options, parsed("--store", "s", "--rate", "1"))
-    assert from_args(Rest, parsed("train", "--steps", "3", kinds=(Rest,))).words == (
-        "train",
-        "--steps",
-        "3",
-    )
+        from_args(Options, parsed("--store s --rate 1"))
+    rest = "train --steps 3"
+    assert from_args(Rest, parsed(rest, Rest)).words == tuple(rest.split())
 
 
 def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
     table = Table(("policy", "GiB"), [("a|b", "5"), (Bold("<x>"), "2")], title="One", caption="Two")
-    assert table.markdown() == [
-        *(
-            "One",
-            "",
-            "| policy | GiB |",
-            "|---|---:|",
-            r"| a\|b | 5 |",
-            "| **<x>** | 2 |",
-            "",
-            "Two",
-        )
-    ]
+    rows = ["| policy | GiB |", "|---|---:|", r"| a\|b | 5 |", "| **<x>** | 2 |"]
+    assert table.markdown() == ["One", "", *rows, "", "Two"]
     assert "<td><b>&lt;x&gt;</b></td><td>2</td>" in table.html()
     assert "<caption>One. Two</caption>" in table.html()
     figure = new_figure(2, 1)
-    axes = figure.add_subplot()
-    plain(axes, "title")
-    axes.plot([0, 1], color=PALETTE[0])
+    plain(figure.add_subplot(), "title")
     assert png(figure)[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1B", 1),
         ("384 GB", 384 * 10**9),
         ("1.5TiB", 3 * 2**39),
         ("0.1TB", 10**11),
@@ -241,27 +206,26 @@ def test_an_amount_is_read_exactly(text, size):
     assert parse_bytes(text) == size
 
 
-def test_bytes_are_written_in_the_unit_that_reads_best():
-    sizes = (0, 2**20 - 2**10, 150 * 2**20, 2**30, -3 * 2**29, 3 * 2**39)
-    assert list(map(format_bytes, sizes)) == [
-        "0 KiB",
-        "1023 KiB",
-        "150 MiB",
-        "1.00 GiB",
-        "-1.50 GiB",
-        "1.50 TiB",
-    ]
-
-
-def test_seconds_are_written_in_the_unit_that_reads_best():
-    assert [format_seconds(s) for s in (None, 0.0123, 9.4, 600, 7200, 86400 * 3)] == [
-        "-", "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "text", ["GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB"]
+    ("write", "amounts", "words"),
+    [
+        (
+            format_bytes,
+            (2**20 - 2**10, 150 * 2**20, 2**30, -3 * 2**29, 3 * 2**39),
+            ["1023 KiB", "150 MiB", "1.00 GiB", "-1.50 GiB", "1.50 TiB"],
+        ),
+        (
+            format_seconds,
+            (None, 0.0123, 9.4, 600, 7200, 86400 * 3),
+            ["-", "0.0123 s", "9.4 s", "10 min", "2 h", "3.0 days"],
+        ),
+    ],
 )
+def test_an_amount_is_written_in_the_unit_that_reads_best(write, amounts, words):
+    assert [write(amount) for amount in amounts] == words
+
+
+@pytest.mark.parametrize("text", ["GiB", "-1GiB", "64G", "0GiB", "9" * 400 + "GiB"])
 def test_what_is_no_number_of_bytes_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=f"memory must be.*, got .*{text[:9]}"):
         parse_bytes(text)
