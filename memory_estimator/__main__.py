@@ -49,7 +49,7 @@ from memory_estimator.scaling import (
     batch_of_all,
     host_rows,
     hosts_table,
-    worker_estimator,
+    worker_estimate,
     worker_share,
 )
 from memory_estimator.sources import JobSource, source_job
@@ -184,7 +184,12 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
     )
     job = worker_share(whole, workers).with_unet(policy=forecast.full.job.policy)
     estimator_alone = functools.cache(source.schedule.estimator(host.constants, host.accuracy))
-    estimator = functools.cache(worker_estimator(estimator_alone, workers))
+
+    @functools.cache
+    def estimator(job: Job) -> Estimate:
+        """Of a worker that computes this."""
+        return worker_estimate(estimator_alone(batch_of_all(job, workers)), workers)
+
     content = forecast.full.to_json()
     content["upper_bound_bytes"] = forecast.upper_bound_bytes
     content["host_memory_bytes"] = host_bytes

@@ -95,8 +95,8 @@ class Accuracy:
     def widest(self, process_peak_bytes: int) -> int:
         """The upper bound for a predicted peak by the widest margin of any kind of native
         operations' steps."""
-        wide = math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
-        return max((kind.upper_bound(process_peak_bytes) for kind in self.kinds), default=wide)
+        bounds = [kind.upper_bound(process_peak_bytes) for kind in self.kinds]
+        return max(bounds, default=bound_of_layers(process_peak_bytes))
 
 
 def bound_of_layers(process_peak_bytes: int) -> int:
@@ -114,5 +114,4 @@ def load_accuracy(
     accuracy: Accuracy = read_record(
         path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo
     )
-    known = {} if versions is None else dict(versions)
-    return dataclasses.replace(accuracy, versions=known)
+    return dataclasses.replace(accuracy, versions=dict(versions or {}))

@@ -248,16 +248,12 @@ def _constants(content: Mapping[str, Any]) -> HostConstants:
 
 
 def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content, with fields of the shipped file that it is "like", whose arithmetic is "slower"
-    by that factor."""
+    """The content, with fields of the shipped file that it is "like"."""
     if "like" not in content:
         return content
     if content["like"] not in INSTRUCTION_SETS:
         raise ValueError(f"like {content['like']}")
-    base = _completed(read_json(_path(content["like"])))
-    slower = content.get("slower", 1.0)
-    costs = {dtype: scaled(kinds, work=slower) for dtype, kinds in base["costs"].items()}
-    return {**base, "costs": costs, **content}
+    return {**_completed(read_json(_path(content["like"]))), **content}
 
 
 def _check(constants: HostConstants) -> None:

@@ -10,7 +10,7 @@ from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, lo
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import Job, stored_bytes
-from memory_estimator.step.allocator import SMALL_BYTES, RunUse, Use, use, use_of_run
+from memory_estimator.step.allocator import SMALL_BYTES, Allocator, Use, use, use_of_run
 from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import (
@@ -181,7 +181,10 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     validation = allocator.validated_bytes - allocator.resident_bytes
     validation += scratch_of((*program.ops, *program.after)) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
-    upper_bound = _bound_of(constants, accuracy, kind)(process_peak + validation)
+    bound: Callable[[int], int] = kind.upper_bound if kind else accuracy.widest
+    if not constants.instructions:
+        bound = bound_of_layers
+    upper_bound = bound(process_peak + validation)
     upper_bound += sum(line.bytes for line in extra)
     replayed = "derived: the allocator replayed through one"
     extra = (Component("validation", validation, replayed), *extra)
@@ -209,8 +212,8 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     )
 
 
-def run_use(steps: Sequence[Estimate]) -> RunUse:
-    """What TensorFlow's allocator hands out and holds in a run of these steps: those of one
+def run_use(steps: Sequence[Estimate]) -> Allocator:
+    """TensorFlow's allocator after a run of these steps: those of one
     estimate after those of the other, with validations in between."""
     models = [_cost_model(step.job, step.constants.instructions) for step in steps]
     return use_of_run([model.program for model in models])
@@ -229,29 +232,15 @@ class _CostModel:
 # A plan asks for the steps of a run several times: its policies in turn, its bound, its table.
 @functools.lru_cache(maxsize=8)
 def _cost_model(job: Job, instructions: str) -> _CostModel:
-    program, extra = _program_of(job, instructions)
-    return _CostModel(program, extra, timeline(program), use(program))
-
-
-def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:
     """The program of a step, and what is held beside it."""
     program = step_of(job, instructions)
-    if not job.from_store:
-        return program, ()
-    program, extra = _with_store(program, job)
-    # By layers a validation takes less than a step, as it keeps no maps.
-    if instructions:
-        program = dataclasses.replace(program, after=validation_pass(job))
-    return program, extra
-
-
-def _bound_of(
-    constants: HostConstants, accuracy: Accuracy, kind: Optional[Kind]
-) -> Callable[[int], int]:
-    """The upper bound for a predicted peak."""
-    if not constants.instructions:
-        return bound_of_layers
-    return kind.upper_bound if kind else accuracy.widest
+    extra: Tuple[Component, ...] = ()
+    if job.from_store:
+        program, extra = _with_store(program, job)
+        # By layers a validation takes less than a step, as it keeps no maps.
+        if instructions:
+            program = dataclasses.replace(program, after=validation_pass(job))
+    return _CostModel(program, extra, timeline(program), use(program))
 
 
 def _with_bytes(lines: Sequence[Component]) -> Tuple[Component, ...]:

@@ -222,35 +222,16 @@ def cpu_places(root: Path) -> List[Cpu]:
     return places
 
 
-class Node(NamedTuple):
-    """A NUMA node whose memory this process may use."""
-
-    number: int
-    memory_bytes: int  # 0 for a node that has CPUs and no memory
-    free_bytes: int  # unused, and page cache that the kernel can drop
-
-
-def node_memory(root: Path) -> List[Node]:
-    """The NUMA nodes whose memory this process may use, by number; node 0 if /sys has none."""
-    memory = meminfo(root)
-    return _usable(root, _nodes(root)) or [Node(0, memory["MemTotal"], _available_bytes(memory))]
-
-
-def _usable(root: Path, nodes: List[Node]) -> List[Node]:
-    allowed = _allowed_nodes(root) if len(nodes) > 1 else ()
-    return [node for node in nodes if not allowed or node.number in allowed]
-
-
-def _nodes(root: Path) -> List[Node]:
-    """The machine's NUMA nodes."""
-    nodes = []
+def _free_of_nodes(root: Path) -> Dict[int, int]:
+    """NUMA node of the machine -> its bytes that are unused, or page cache that the kernel can
+    drop."""
+    free_bytes = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
         # "Node 0 MemTotal:   24684092 kB"
         lines = sizes("\n".join(line.split(None, 2)[-1] for line in read_text(path).splitlines()))
         dropped = lines.get("Active(file)", 0) + lines.get("Inactive(file)", 0)
-        free_bytes = lines.get("MemFree", 0) + dropped
-        nodes.append(Node(int(path.parent.name[4:]), lines.get("MemTotal", 0), free_bytes))
-    return sorted(nodes)
+        free_bytes[int(path.parent.name[4:])] = lines.get("MemFree", 0) + dropped
+    return free_bytes
 
 
 def _allowed_nodes(root: Path) -> Set[int]:
@@ -281,23 +262,12 @@ def meminfo(root: Path) -> Dict[str, int]:
 def available_bytes(root: Path, memory: Dict[str, int]) -> int:
     """The part of `meminfo` that this process can have without swapping, of the NUMA nodes that it
     may use."""
-    machine = _available_bytes(memory)
-    nodes = _nodes(root)
-    usable = _usable(root, nodes)
-    if len(usable) == len(nodes):
+    machine = memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"]))
+    free_bytes = _free_of_nodes(root)
+    usable = _allowed_nodes(root) & set(free_bytes)
+    if not usable or len(usable) == len(free_bytes):
         return machine
-    return min(machine, sum(node.free_bytes for node in usable))
-
-
-def _available_bytes(memory: Dict[str, int]) -> int:
-    """The whole machine's, of its `meminfo`."""
-    return memory.get("MemAvailable", memory.get("MemFree", memory["MemTotal"]))
-
-
-def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """The limit that leaves least, and the used part of it; a limit of the machine's size or more
-    is none."""
-    return _tightest(root, machine_bytes, (VERSION_2, VERSION_1))
+    return min(machine, sum(free_bytes[node] for node in usable))
 
 
 def cpu_quota(root: Path) -> Optional[float]:
@@ -317,38 +287,32 @@ def cpu_list(text: str) -> List[int]:
     return [cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)]
 
 
-class _MemoryFiles(NamedTuple):
-    """A version's names for a cgroup's memory."""
-
-    limit: str
-    used: str
-    cached: Tuple[str, str]  # fields of its memory.stat that are pages of files
-
-
-VERSION_2 = _MemoryFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
-VERSION_1 = _MemoryFiles(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
+MEMORY_FILES = (
+    ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
 )
+"""Of each version of cgroups: the files of the limit on memory and of what is used, and the fields
+of memory.stat that are pages of files."""
 
 
-def _tightest(
-    root: Path, machine_bytes: int, versions: Sequence[_MemoryFiles]
-) -> Tuple[Optional[int], int]:
+def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
     """The limit that leaves least, on the way up, and its used part without pages of files; (None,
-    0) for none."""
+    0) for none. A limit of the machine's size or more is none."""
     tightest: Tuple[Optional[int], int] = (None, 0)
     least = math.inf
     for folder in _cgroup_folders(root, "memory"):
-        for files in versions:
-            limit = read_text(folder / files.limit)
+        for limit_file, used_file, of_files in MEMORY_FILES:
+            limit = read_text(folder / limit_file)
             if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
                 continue
             stat = dict(line.split()[:2] for line in read_text(folder / "memory.stat").splitlines())
             # Active ones too: a mapped store's are.
-            cache = sum(int(stat.get(name, 0)) for name in files.cached)
-            used = max(0, int(read_text(folder / files.used) or 0) - cache)
+            cache = sum(int(stat.get(name, 0)) for name in of_files)
+            used = max(0, int(read_text(folder / used_file) or 0) - cache)
             if int(limit) - used < least:
                 tightest = (int(limit), used)
                 least = int(limit) - used

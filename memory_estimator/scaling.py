@@ -6,7 +6,7 @@ sum were measured on one host; nothing beyond it is verified."""
 
 import dataclasses
 import math
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import format_bytes, format_seconds
@@ -64,13 +64,6 @@ def batch_of_all(job: Job, workers: int) -> Job:
     if workers == 1:
         return job
     return dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro)
-
-
-def worker_estimator(
-    estimator: Callable[[Job], Estimate], workers: int
-) -> Callable[[Job], Estimate]:
-    """As `estimator`, for one of so many workers, each of which computes the job asked for."""
-    return lambda job: worker_estimate(estimator(batch_of_all(job, workers)), workers)
 
 
 def host_rows(

@@ -42,6 +42,12 @@ kept in memory, 840 measured, and its number in the orders of four epochs."""
 POST_PROCESSING = "post-processing"
 LEFT_BY_COARSE = "left by coarse steps"
 
+RUN_FIGURES = (
+    *("steps_s", "validation_s", "postprocessing_s", "all_s"),
+    *("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes"),
+)
+"""Properties of a `Forecast` that `run_json` has."""
+
 # groups of tensors that a checkpoint holds
 SAVED = (Group.WEIGHTS, Group.SLOTS)
 
@@ -149,19 +155,18 @@ class Schedule:
         """What estimates jobs as full steps of this training, with its coarse steps. The upper
         bound is that of the whole run."""
 
-        # Policies of full steps have the same coarse ones.
-        @functools.cache
-        def coarse_estimate(job: Job) -> Estimate:
-            return run_estimate(job, constants, accuracy, self.coarse_extra, workers=workers)
+        @functools.cache  # policies of full steps have the same coarse ones
+        def step_estimate(job: Job, extra: ExtraMemory) -> Estimate:
+            return run_estimate(job, constants, accuracy, extra, workers=workers)
 
         @functools.cache  # the policy that is picked was estimated before
         def full_estimate(job: Job) -> Estimate:
             coarse_job = self.coarse_job(job)
             if coarse_job is None:
-                return run_estimate(job, constants, accuracy, self.extra, workers=workers)
-            coarse = coarse_estimate(coarse_job)
-            extra = dataclasses.replace(self.extra, left_bytes=coarse.allocator_peak_bytes)
-            full = run_estimate(job, constants, accuracy, extra, workers=workers)
+                return step_estimate(job, self.extra)
+            coarse = step_estimate(coarse_job, self.coarse_extra)
+            left_bytes = coarse.allocator_peak_bytes
+            full = step_estimate(job, dataclasses.replace(self.extra, left_bytes=left_bytes))
             bound = max(full.upper_bound_bytes, coarse.upper_bound_bytes)
             return dataclasses.replace(full, coarse=coarse, upper_bound_bytes=bound)
 
@@ -305,14 +310,8 @@ class Forecast:
         content: Dict[str, Any] = {
             "steps": self.schedule.steps,
             "coarse_steps": self.schedule.coarse_steps,
-            "steps_s": self.steps_s,
-            "validation_s": self.validation_s,
-            "postprocessing_s": self.postprocessing_s,
-            "all_s": self.all_s,
-            "allocator_peak_bytes": self.allocator_peak_bytes,
-            "process_peak_bytes": self.process_peak_bytes,
-            "upper_bound_bytes": self.upper_bound_bytes,
         }
+        content.update((name, getattr(self, name)) for name in RUN_FIGURES)
         if self.coarse:
             content["coarse"] = self.to_json()["coarse"]
         return content

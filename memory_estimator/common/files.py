@@ -188,30 +188,18 @@ def _check_rest(record: Any, content: Any, name: str) -> None:
 def _message(error: str, content: Any, name: str) -> str:
     """msgspec's message about content, with the name of the place and the value there."""
     rule, _, path = error.partition(" - at ")
-    places = [(name, content)]
+    place = name
+    value = content
     for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
-        inner = []
-        for place, value in places:
-            if index == "...":  # one of a dict's values
-                inner += [(f"{place}.{each}", part) for each, part in value.items()]
-            elif index and int(index) < len(value):
-                inner.append((f"{place}[{index}]", value[int(index)]))
-            elif not index and key in value:
-                inner.append((f"{place}.{key}", value[key]))
-        places = inner
+        if index == "...":  # one of a dict's, which msgspec does not name
+            place = f"a value of {place}"
+            break
+        place += f".{key}" if key else f"[{index}]"
+        value = value[key or int(index)]
     missing = re.match(r"Object missing required field `(.+)`", rule)
     if missing:
-        place = next(place for place, value in places if missing[1] not in value)
         return f"{place} must have its fields and no others, got no {missing[1]}"
     expected = re.sub(r"Expected (.+?)(, got .*)?$", r"must be \1", rule).replace("`", "")
-    kinds = re.findall(r"\w+", expected)
-    names = {type(None): "null", dict: "object", list: "array"}
-
-    def is_wrong(value: Any) -> bool:
-        kind = type(value)
-        return names.get(kind, kind.__name__) not in kinds
-
-    place, value = next((each for each in places if is_wrong(each[1])), places[0])
     return f"{place} {expected}, got {_short(value)}"
 
 

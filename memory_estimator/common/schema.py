@@ -133,7 +133,7 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
         inner = functools.partial(_whole_numbers, instead=word)
         nargs = "+"
     elif word and nargs is None:
-        inner = functools.partial(_whole_number, instead=word)
+        inner = functools.partial(_whole_numbers, instead=word, several=False)
     if spec.repeat and nargs == "+":
         nargs = None
     if spec.rest:
@@ -160,25 +160,19 @@ class _WordInstead(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _whole_number(word: str, instead: str) -> Union[str, int]:
-    """A whole number, or the word that may be given instead."""
-    if word == instead:
-        return word
-    try:
-        return int(word)
-    except ValueError:
-        rule = f"must be a whole number, or {instead}"
-        raise argparse.ArgumentTypeError(f"{rule}, got {word!r:.40}") from None
-
-
-def _whole_numbers(word: str, instead: str = "") -> Union[str, Tuple[int, ...]]:
-    """The numbers of a word such as "2,2,1", or the word that may be given instead."""
+def _whole_numbers(
+    word: str, instead: str = "", several: bool = True
+) -> Union[str, int, Tuple[int, ...]]:
+    """A whole number, or the several of a word such as "2,2,1"; or the word that may be given
+    instead."""
     if instead and word == instead:
         return word
     try:
-        return tuple(map(int, word.split(",")))
+        return tuple(map(int, word.split(","))) if several else int(word)
     except ValueError:
-        rule = "must be whole numbers with commas, such as 2,2,1"
+        rule = "must be a whole number"
+        if several:
+            rule = "must be whole numbers with commas, such as 2,2,1"
         if instead:
             rule += f", or {instead}"
         raise argparse.ArgumentTypeError(f"{rule}, got {word!r:.40}") from None

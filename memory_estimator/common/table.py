@@ -58,11 +58,9 @@ class Table:
             collapse_padding=True,
             pad_edge=False,
         )
-        words = self.columns[: self.names]
-        for name in words:
-            table.add_column(Text(name), justify="left", overflow="fold")
-        for name in self.columns[self.names :]:
-            table.add_column(Text(name), justify="right", overflow="fold")
+        for index, name in enumerate(self.columns):
+            justify: Any = "left" if index < self.names else "right"
+            table.add_column(Text(name), justify=justify, overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell, getattr(cell, "style", "")) for cell in row))
         return table

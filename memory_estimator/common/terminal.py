@@ -38,7 +38,13 @@ def printing(command: Callable[[], int]) -> int:
             with contextlib.suppress(ValueError):
                 stream.reconfigure(errors="replace")
     try:
-        return _flushed(command)
+        try:
+            return command()
+        finally:
+            # A reader that has gone away is noticed here, also after --help, and not when Python
+            # ends.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, ValueError, OSError):
@@ -59,12 +65,3 @@ def _own_words() -> List[str]:
     if spec is None:  # the text of a program after -c is not known
         return [*options, *sys.argv] if os.path.isfile(sys.argv[0]) else []
     return [*options, "-m", spec.name.rpartition(".__main__")[0] or spec.name, *sys.argv[1:]]
-
-
-def _flushed(command: Callable[[], int]) -> int:
-    """A reader that has gone away is noticed here, also after --help, and not when Python ends."""
-    try:
-        return command()
-    finally:
-        if sys.stdout is not None:
-            sys.stdout.flush()

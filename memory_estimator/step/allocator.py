@@ -31,14 +31,6 @@ class Use:
     validated_bytes: int  # the same after a validation and one more step, if there is a validation
 
 
-@dataclass(frozen=True)
-class RunUse:
-    """A whole run's use of the allocator."""
-
-    peak_bytes: int  # most chunks handed out at once
-    resident_bytes: int  # memory that has held a tensor once
-
-
 def use(program: Program) -> Use:
     """Three steps, of which the third is like all later ones, then the ones between two steps, and
     a step more."""
@@ -59,21 +51,22 @@ def use(program: Program) -> Use:
     return Use(peak, resident, allocator.resident_bytes)
 
 
-def use_of_run(programs: Sequence[Program]) -> RunUse:
-    """The use of the allocator by a run of steps of one program after those of another,
-    each with its validation: what TensorFlow counts from the piece on that `train` reserves. What
-    one program holds between its steps is given back once the next has its own."""
+def use_of_run(programs: Sequence[Program]) -> "Allocator":
+    """The allocator after a run of steps of one program after those of another, each with its
+    validation: it counts what TensorFlow does from the piece on that `train` reserves. What one
+    program holds between its steps is given back once the next has its own."""
     allocator = Allocator()
     allocator.reserve(region_bytes(programs[-1]))
     for program in programs:
-        allocator.set_aside()
+        aside = allocator.set_aside()
         allocator.begin(program)
-        allocator.give_back_aside()
+        for chunk in aside:
+            allocator.give_back_chunk(chunk)
         stays = {tensor.name for tensor in program.resident}
         step = walk(program.ops, stays)
         for turns in (step, step, walk(program.after, stays), step):
             allocator.run(turns)
-    return RunUse(allocator.peak_bytes, allocator.resident_bytes)
+    return allocator
 
 
 def region_bytes(program: Program) -> int:
@@ -98,7 +91,7 @@ class Allocator:
 
     def __init__(self) -> None:
         self.counted_bytes = 0
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # most chunks handed out at once
         self.reserved_bytes = 0  # all regions together
         self._next_region_bytes = 2 * MIB
         self._lowest = 2**62  # start of the last region. The system hands out mappings downwards.
@@ -106,7 +99,6 @@ class Allocator:
         self._free: List[Tuple[int, int]] = []  # (size, start) of free chunks, sorted
         self._chunks: Dict[int, Chunk] = {}
         self._by_name: Dict[str, Optional[Chunk]] = {}
-        self._aside: Dict[str, Optional[Chunk]] = {}  # of an earlier program
 
     def reserve(self, size_bytes: int) -> None:
         """Take a region before all else, as `cpu3d.host.memory.reserve`."""
@@ -121,16 +113,12 @@ class Allocator:
                 self.take(tensor.name, tensor.bytes)
         self.run(walk(program.before, {tensor.name for tensor in program.resident}))
 
-    def set_aside(self) -> None:
-        """Give all that is held other names: another program has the same."""
-        self._aside = self._by_name
+    def set_aside(self) -> "List[Optional[Chunk]]":
+        """All that is held, of which the names are free from now on: another program has the
+        same."""
+        held = list(self._by_name.values())
         self._by_name = {}
-
-    def give_back_aside(self) -> None:
-        """Give back what was set aside."""
-        for chunk in self._aside.values():
-            self._give_back(chunk)
-        self._aside = {}
+        return held
 
     def run(self, turns: Sequence[Turn]) -> None:
         """Take and give back as operations do, in order."""
@@ -158,9 +146,9 @@ class Allocator:
 
     def give_back(self, name: str) -> None:
         """Free, together with free neighbours. Raises KeyError for a name that holds nothing."""
-        self._give_back(self._by_name.pop(name))
+        self.give_back_chunk(self._by_name.pop(name))
 
-    def _give_back(self, chunk: Optional[Chunk]) -> None:
+    def give_back_chunk(self, chunk: Optional[Chunk]) -> None:
         if chunk is None:
             return
         self.counted_bytes -= chunk.size

@@ -5,7 +5,7 @@ TensorFlow keeps the output of every layer for the backward pass, under each pol
 orders the operations itself: memory is known roughly, so the bound on it is wide.
 """
 
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import Group, Program, Tensor
@@ -29,15 +29,11 @@ COSTS: Dict[Tuple[int, ...], str] = {(3, 3, 3): "convolve", (1, 1, 1): "project"
 """Kernel -> kind of operations whose cost its pass has; others are between two grids."""
 
 
-class LossMaps(NamedTuple):
-    """Float32 maps of the logits that an operation of the loss makes on the way."""
-
-    held: int  # at once
-    moved: int  # read and written
-
-
-LOSS_MAPS = {Kind.LOSS_SUMS: LossMaps(4, 16), Kind.LOSS_SLOPE: LossMaps(4, 21)}
-"""On 128 x 128 x 64 voxels TensorFlow 2.15 holds 3.7 in float32 and 4.4 in bfloat16."""
+LOSS_MAPS = 4
+"""Float32 maps of the logits that an operation of the loss holds at once: on 128 x 128 x 64 voxels
+TensorFlow 2.15 holds 3.7 in float32 and 4.4 in bfloat16."""
+MOVED_MAPS = {Kind.LOSS_SUMS: 16, Kind.LOSS_SLOPE: 21}
+"""And that it reads and writes."""
 
 
 def step_of(job: Job, instructions: str) -> Program:
@@ -98,7 +94,6 @@ class _Layers:
     def loss(self, op: Op) -> str:
         """An operation of the loss, with the maps that it makes on the way; returns its name."""
         logits, target = op.maps
-        maps = LOSS_MAPS[op.kind]
         map_bytes = self.paper.map_bytes(logits, 4)
         makes_slope = op.kind is Kind.LOSS_SLOPE
         return self.writer.make(
@@ -106,8 +101,8 @@ class _Layers:
             "loss",
             [logits.name, target.name],
             self.paper.map_bytes(logits) if makes_slope else 0,
-            scratch=(Tensor(f"{op.made.name}/maps", maps.held * map_bytes, Group.SCRATCH),),
-            traffic_bytes=maps.moved * map_bytes,
+            scratch=(Tensor(f"{op.made.name}/maps", LOSS_MAPS * map_bytes, Group.SCRATCH),),
+            traffic_bytes=MOVED_MAPS[op.kind] * map_bytes,
         )
 
     def backward(self, slopes: Dict[str, str]) -> Dict[str, str]:

@@ -99,10 +99,10 @@ class Paper:
         self.writer = writer
         self.job = writer.job
         self.network: NetworkProgram = network_program(writer.job.unet)
-        self._keeps = keeps
+        self.keeps = keeps
         unet = self.job.unet
         # Voxels X, Y, Z of each level.
-        self._grids = [unet.grid(self.job.shape, level) for level in range(unet.depth)]
+        self.grids = [unet.grid(self.job.shape, level) for level in range(unet.depth)]
         self._tensors: Dict[Value, Tuple[str, ...]] = {self.network.image: ("image",)}
 
     def write(self, ops: Sequence[Op]) -> None:
@@ -137,7 +137,7 @@ class Paper:
         """An operation that makes a map or its gradient."""
         more: Dict[str, Any] = self.counts(op, self.read_channels(op), op.made.channels)
         group = Group.TRANSIENTS
-        if op.kept and self._keeps:
+        if op.kept and self.keeps:
             group = Group.ACTIVATIONS
             more["level"] = op.made.level
         self.make(op, op.made, self.map_bytes(op.made), group, native=native, **more)
@@ -175,7 +175,7 @@ class Paper:
         )
 
     def map_bytes(self, made: Value, value_bytes: int = 0) -> int:
-        voxels = self.job.micro * math.prod(self.grid(made.level))
+        voxels = self.job.micro * math.prod(self.grids[made.level])
         return voxels * made.channels * (value_bytes or self.writer.value_bytes)
 
     def _grid(self, op: Op) -> Tuple[int, int, int]:
@@ -183,11 +183,7 @@ class Paper:
         made = op.made
         if made.kind is ValueKind.KERNEL_GRADIENT:
             made = needed(op.gradient)
-        return self.grid(max(op.reads[0].level, made.level))
-
-    def grid(self, level: int) -> Tuple[int, int, int]:
-        """Voxels X, Y, Z of a level."""
-        return self._grids[level]
+        return self.grids[max(op.reads[0].level, made.level)]
 
 
 # --- Operations: forward and backward ---
@@ -197,12 +193,12 @@ def _write_map(paper: Paper, op: Op) -> None:
     paper.make_map(op, paper.native(op, paper.read_channels(op), op.made.channels))
 
 
-def _write_up_input_gradient(paper: Paper, op: Op) -> None:
+def _write_input_gradient(paper: Paper, op: Op) -> None:
     paper.make_map(op, paper.native(op, op.made.channels, needed(op.gradient).channels))
 
 
 def _write_project_gradient(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.native(op, op.made.channels, needed(op.gradient).channels))
+    _write_input_gradient(paper, op)
     # The gradients of a kernel's parts are padded and added up.
     kernel_gradient = op.makes[1]
     size = 4 * paper.writer.layers[op.layer].kernel_elements
@@ -258,7 +254,7 @@ def _write_plain(paper: Paper, op: Op) -> None:
         PLAIN_MAPS * sum(paper.map_bytes(each, 4) for each in (*op.maps, *op.makes)),
         Group.SCRATCH,
     )
-    group = Group.ACTIVATIONS if op.kept and paper._keeps else Group.TRANSIENTS
+    group = Group.ACTIVATIONS if op.kept and paper.keeps else Group.TRANSIENTS
     level = op.made.level if group is Group.ACTIVATIONS else None
     made = []
     for value in op.makes:
@@ -328,7 +324,7 @@ WRITE: Dict[Kind, Callable[[Paper, Op], None]] = {
     Kind.MAX_POOL: _write_map,
     Kind.MAX_POOL_GRADIENT: _write_map,
     Kind.UP_CONVOLVE: _write_map,
-    Kind.UP_INPUT_GRADIENT: _write_up_input_gradient,
+    Kind.UP_INPUT_GRADIENT: _write_input_gradient,
     Kind.UP_FILTER_GRADIENT: _write_filter_gradient,
     Kind.PROJECT: _write_map,
     Kind.PROJECT_GRADIENT: _write_project_gradient,

@@ -17,14 +17,6 @@ GRAPH_OPS = 12
 twenty products of matrices: 20 of 21 steps of 64^3 and 96^3 voxels are within 35 MiB of a line
 through their operations."""
 
-FEW_THREADS = 4
-"""Up to so many threads oneDNN does not divide a sum over rows among them (2 and 4 do not; 16, 56
-and 112 do)."""
-COPIED_BYTES = 512
-"""For each thread and column: the parts of a matrix that oneDNN copies. With the threads' own sums
-this is 102 to 131 % of what was requested on 56 and 112 threads for matrices of 128 to 1024 columns
-whose rows were divided (oneDNN 3.3 in ITEX 2.15.0.0)."""
-
 
 def reset_sums(writer: Writer) -> None:
     """The start of a step in micro-batches: zeros, which are copied into the sums of gradients."""
@@ -153,16 +145,14 @@ class _Paper(Weight):
         few = min(matrix_shape(op))
         square = 4 * few**2
         names = [f"{op.name}/square{number}" for number in range(1, SQUARES)]
-        scratch = [Tensor(name, square, Group.SCRATCH) for name in names]
-        of_threads = _of_threads(self._writer, few)
-        scratch.append(Tensor(f"{op.name}/threads", of_threads, Group.SCRATCH))
+        scratch = tuple(Tensor(name, square, Group.SCRATCH) for name in names)
         flops = 2 * op.kernel_elements * few
         product = self._writer.make(
             f"{op.name}/product",
             "update",
             [ahead],
             square,
-            scratch=tuple(scratch),
+            scratch=scratch,
             flops=flops + 2 * SQUARE_PRODUCTS * few**3,
         )
         return self._writer.make(
@@ -173,13 +163,3 @@ class _Paper(Weight):
             flops=flops,
             graph_ops=GRAPH_OPS,
         )
-
-
-def _of_threads(writer: Writer, side: int) -> int:
-    """What Intel's extension requests for the threads of a matrix's product with itself: sums."""
-    if writer.job.engine != "itex":
-        return 0
-    each = COPIED_BYTES * side
-    if writer.job.threads > FEW_THREADS:
-        each += 4 * side**2
-    return writer.job.threads * each

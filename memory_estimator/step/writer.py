@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import Group, Program, StepOp, Tensor, inputs_made, kernel_made
 from models.layer_plan import LayerOp, layer_plan
-from models.optimizers import MUON, OPTIMIZERS, Optimizer
+from models.optimizers import OPTIMIZERS, Optimizer
 from models.program import UniqueNames
 from models.weights import is_frozen
 
@@ -24,7 +24,6 @@ class Writer:
         self.phase = "forward pass"  # of the operations that are added next
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
-        self.kernels = [op for op in self.plan if op.kernel]
         self.trained = [op for op in self.plan if not is_frozen(op.name, job.freeze)]
         self.trained_kernels = [op for op in self.trained if op.kernel]
         self.value_bytes = job.unet.value_bytes
@@ -102,7 +101,9 @@ class Writer:
     def _make_weights(self, optimizer: Optimizer) -> None:
         """Kernels, and slots as zeros: in the order of
         `cpu3d.training.learner.Learner`."""
-        for op in self.kernels:
+        for op in self.plan:
+            if not op.kernel:
+                continue
             kernel = self.tensor(f"{op.name}/kernel", 4 * op.kernel_elements, Group.WEIGHTS)
             self._before += kernel_made(kernel)
             self.resident.append(kernel)
@@ -118,27 +119,12 @@ class Writer:
         if self.job.micro_batches > 1:
             copies += [(op, "gradient_sum", Group.GRADIENT_SUMS) for op in self.trained_kernels]
         for op, suffix, group in copies:
-            self._zeros(f"{op.name}/{suffix}", 4 * op.kernel_elements, group)
+            made = self._add_resident(f"{op.name}/{suffix}", 4 * op.kernel_elements, group)
+            self._before.append(StepOp(made.name, "update", writes=(made,)))
         slots_bytes = 4 * len(optimizer.others.slots) * trained
         self._add_resident("slots of norms and biases", slots_bytes, Group.SLOTS)
         if self.job.micro_batches > 1:
             self._add_resident("sums of norms and biases", 4 * trained, Group.GRADIENT_SUMS)
-        if not self.native:
-            self._make_diagonals(optimizer)
-
-    def _make_diagonals(self, optimizer: Optimizer) -> None:
-        """The terms of Muon's iteration by TensorFlow, for each side of a kernel."""
-        sides = set()
-        for op in self.trained_kernels:
-            if optimizer.rule_of(op.kernel_shape) is MUON:
-                sides.add(min(matrix_shape(op)))
-        for side in sorted(sides):
-            for _ in range(2):
-                self._zeros(f"diagonal{side}", 4 * side**2, Group.SLOTS)
-
-    def _zeros(self, name: str, size_bytes: int, group: Group) -> None:
-        made = self._add_resident(name, size_bytes, group)
-        self._before.append(StepOp(made.name, "update", writes=(made,)))
 
     def _add_resident(self, name: str, size_bytes: int, group: Group) -> Tensor:
         made = self.tensor(name, size_bytes, group)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import Allocator, use
-from memory_estimator.step.layer_step import layer_step
 from memory_estimator.step.timeline import rounded, timeline, walk
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -190,16 +189,3 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
     only_adam = slots["adam"] - slots["muon"]
     assert {"encoder0_conv1/slot1", "decoder0_up/slot1"} <= only_adam
     assert {"encoder1_shortcut/slot1", "head/slot1"} <= slots["muon"]
-
-
-@pytest.mark.parametrize(
-    ("engine", "threads", "requested"),
-    [("itex", 112, 134.416), ("itex", 2, 1.283), ("stock", 112, 0)],
-)
-def test_sums_of_many_threads_are_counted_where_they_are_requested(engine, threads, requested):
-    """MiB for the product of a matrix of 2048 x 512 with itself by TensorFlow 2.15.1, which makes
-    Muon's matrices where native operations do not run."""
-    unet = UNetConfig(filters=32)
-    program = layer_step(Job(unet, (32, 32, 32), engine=engine, threads=threads))
-    scratch = {tensor.name: tensor.bytes for op in program.ops for tensor in op.scratch}
-    assert scratch["decoder3_up/threads"] == pytest.approx(requested * 2**20, rel=0.05, abs=2**20)
