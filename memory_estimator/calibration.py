@@ -106,8 +106,8 @@ class HostConstants:
         words = [f"measured on {self.cpu} on {self.date}"]
         if scale:
             measured = scale.threads
-            place = "here" if host else f"on {self.cpu}"
-            steps = f"steps {place} on {scale.date}, {scale.job}"
+            where = "here" if host else f"on {self.cpu}"
+            steps = f"steps {where} on {scale.date}, {scale.job}"
             words = [f"scaled by {scale.scale:.2f} to {steps}"]
             if not scale.quiet:
                 words.append("other programs may have kept its CPUs busy")

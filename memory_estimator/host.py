@@ -152,15 +152,15 @@ def read_host(root: Union[str, Path] = "/") -> Host:
         )
     first = fields(read_text(root / "proc/cpuinfo").partition("\n\n")[0])
     isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
-    places = cpu_places(root)
+    cpus = usable_cpus(root)
     memory = meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
     return Host(
         cpu_model=first.get("model name", platform.machine()),
-        sockets=len({place.socket for place in places}),
-        cores=len({place.core for place in places}),
-        logical_cpus=len(places),
-        numa_nodes=len({place.node for place in places}),
+        sockets=len({cpu.socket for cpu in cpus}),
+        cores=len({cpu.core for cpu in cpus}),
+        logical_cpus=len(cpus),
+        numa_nodes=len({cpu.node for cpu in cpus}),
         memory_bytes=memory["MemTotal"],
         available_bytes=available_bytes(root, memory),
         cgroup_limit_bytes=limit,
@@ -190,9 +190,9 @@ class Cpu(NamedTuple):
     node: int  # NUMA node
 
 
-def cpu_places(root: Path) -> List[Cpu]:
+def usable_cpus(root: Path) -> List[Cpu]:
     """The CPUs that this process may run on, by number: its mask covers taskset, numactl and
-    cpusets. Their places are from /sys, else from /proc/cpuinfo, as in a container that masks it,
+    cpusets. Where they are is from /sys, else from /proc/cpuinfo, as in a container that masks it,
     else each is a core of its own on socket 0."""
     listed: Dict[str, Dict[str, str]] = {}
     for text in read_text(root / "proc/cpuinfo").split("\n\n"):
@@ -203,7 +203,7 @@ def cpu_places(root: Path) -> List[Cpu]:
         for cpu in cpu_list(read_text(path)):
             node_of[cpu] = int(path.parent.name[4:])
     mask = cpu_list(fields(read_text(root / "proc/self/status")).get("Cpus_allowed_list", ""))
-    places: List[Cpu] = []
+    cpus: List[Cpu] = []
     cores: Dict[str, int] = {}
     numbers = [int(number) for number in listed if number.isdigit()]
     online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or numbers
@@ -218,8 +218,8 @@ def cpu_places(root: Path) -> List[Cpu]:
             siblings = f"{socket}/{named['core id']}" if "core id" in named else f"cpu{cpu}"
         core = cores.setdefault(siblings, len(cores))
         number = int(socket) if socket.isdigit() else 0  # it is -1 if the machine does not know
-        places.append(Cpu(cpu, core, number, node_of.get(cpu, 0)))
-    return places
+        cpus.append(Cpu(cpu, core, number, node_of.get(cpu, 0)))
+    return cpus
 
 
 def _free_of_nodes(root: Path) -> Dict[int, int]:

@@ -77,9 +77,9 @@ def fastest_that_fits(job: Job, estimator: Estimator, budget_bytes: int) -> Choi
     as POLICIES has them."""
     estimates = [estimator(job.with_unet(policy=policy)) for policy in POLICIES]
     by_time = sorted(estimates, key=lambda each: each.step_s)
-    for place, each in enumerate(by_time):
+    for index, each in enumerate(by_time):
         if each.upper_bound_bytes <= budget_bytes:
-            return Choice(each, fits=True, passed_over=tuple(by_time[:place]))
+            return Choice(each, fits=True, passed_over=tuple(by_time[:index]))
     least = min(by_time, key=lambda each: each.upper_bound_bytes)
     return Choice(least, fits=False, passed_over=())
 

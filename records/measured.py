@@ -190,10 +190,10 @@ def _errors(rows: Iterable[Row], figure: str) -> List[float]:
 
 def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
     """The size of a figure's errors over `rows`, the worst with its sign; None if none is known."""
-    known = _errors(rows, figure)
-    if not known:
+    errors = _errors(rows, figure)
+    if not errors:
         return None
-    return Bound(statistics.median(map(abs, known)), max(known, key=abs))
+    return Bound(statistics.median(map(abs, errors)), max(errors, key=abs))
 
 
 # --- Kinds of steps, made of rows ---
@@ -242,8 +242,8 @@ def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
     above = 0
     count = 0
     for key, some in _covered(rows).items():
-        for place, row in enumerate(some):
-            bound = _kind(key, some[:place] + some[place + 1 :]).upper_bound(row.process_peak_bytes)
+        for index, row in enumerate(some):
+            bound = _kind(key, some[:index] + some[index + 1 :]).upper_bound(row.process_peak_bytes)
             above += row.measured.process_peak_bytes > bound
         count += len(some)
     return above, count

@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 from cpu3d.errors import InputError
 from cpu3d.util.records import count
 from memory_estimator.common.units import format_bytes
-from memory_estimator.host import Cpu, Host, cpu_places, meminfo, read_host
+from memory_estimator.host import Cpu, Host, meminfo, read_host, usable_cpus
 
 Cores = Sequence[Tuple[Cpu, ...]]  # the CPUs of each core, in the order of sockets and nodes
 
@@ -79,7 +79,7 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
         return Topology(host, cpus)
     swap_bytes = meminfo(root).get("SwapTotal", 0)
-    return Topology(host, tuple(cpu_places(root)), swap_bytes)
+    return Topology(host, tuple(usable_cpus(root)), swap_bytes)
 
 
 @dataclass(frozen=True)

@@ -153,13 +153,13 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
 
 def _fault(error: json.JSONDecodeError) -> str:
     """Where a text is no JSON, and what is expected there."""
-    place = f"line {error.lineno}, column {error.colno}"
+    where = f"line {error.lineno}, column {error.colno}"
     kind = "a fault"
     if error.msg == UNTERMINATED or not error.doc[error.pos :].strip():
         kind = "an end, as of a file that was cut,"
     if error.msg not in EXPECTED:
-        return f"{kind} at {place}: {error.msg}"
-    return f"{kind} at {place}, where {EXPECTED[error.msg]} must be"
+        return f"{kind} at {where}: {error.msg}"
+    return f"{kind} at {where}, where {EXPECTED[error.msg]} must be"
 
 
 def _check_rest(record: Any, content: Any, name: str) -> None:
@@ -186,21 +186,21 @@ def _check_rest(record: Any, content: Any, name: str) -> None:
 
 
 def _message(error: str, content: Any, name: str) -> str:
-    """msgspec's message about content, with the name of the place and the value there."""
+    """msgspec's message about content, with the name of the faulty part and its value."""
     rule, _, path = error.partition(" - at ")
-    place = name
+    where = name
     value = content
     for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
         if index == "...":  # one of a dict's, which msgspec does not name
-            place = f"a value of {place}"
+            where = f"a value of {where}"
             break
-        place += f".{key}" if key else f"[{index}]"
+        where += f".{key}" if key else f"[{index}]"
         value = value[key or int(index)]
     missing = re.match(r"Object missing required field `(.+)`", rule)
     if missing:
-        return f"{place} must have its fields and no others, got no {missing[1]}"
+        return f"{where} must have its fields and no others, got no {missing[1]}"
     expected = re.sub(r"Expected (.+?)(, got .*)?$", r"must be \1", rule).replace("`", "")
-    return f"{place} {expected}, got {_short(value)}"
+    return f"{where} {expected}, got {_short(value)}"
 
 
 def _short(content: Any) -> str:

@@ -1,2 +1,2 @@
-"""One training step on paper: its operations, the memory they take, TensorFlow's allocator, and
+"""One training step as data: its operations, the memory they take, TensorFlow's allocator, and
 their seconds."""

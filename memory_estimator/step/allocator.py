@@ -1,4 +1,4 @@
-"""TensorFlow's best-fit allocator on paper: bytes that it counts and that become resident for a
+"""TensorFlow's best-fit allocator, replayed: bytes that it counts and that become resident for a
 sequence of requests.
 
 With oneDNN on, TensorFlow hands requests of 256 KiB and more to a best-fit-with-coalescing

@@ -1,4 +1,4 @@
-"""The training step on paper as TensorFlow's own layers compute it (models/layers.py), where own
+"""The training step as TensorFlow's own layers compute it (models/layers.py), where own
 operations do not run.
 
 TensorFlow keeps the output of every layer for the backward pass, under each policy alike, and
@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import Group, Program, Tensor
-from memory_estimator.step.training_step import Paper, training_step
+from memory_estimator.step.training_step import StepWriter, training_step
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp
@@ -65,7 +65,7 @@ class _Layers:
 
     def __init__(self, writer: Writer):
         self.writer = writer
-        self.paper = Paper(writer)
+        self.step = StepWriter(writer)
 
     def forward(self) -> List[Value]:
         """The logits of each head, the finest first."""
@@ -94,13 +94,13 @@ class _Layers:
     def loss(self, op: Op) -> str:
         """An operation of the loss, with the maps that it makes on the way; returns its name."""
         logits, target = op.maps
-        map_bytes = self.paper.map_bytes(logits, 4)
+        map_bytes = self.step.map_bytes(logits, 4)
         makes_slope = op.kind is Kind.LOSS_SLOPE
         return self.writer.make(
             op.made.name,
             "loss",
             [logits.name, target.name],
-            self.paper.map_bytes(logits) if makes_slope else 0,
+            self.step.map_bytes(logits) if makes_slope else 0,
             scratch=(Tensor(f"{op.made.name}/maps", LOSS_MAPS * map_bytes, Group.SCRATCH),),
             traffic_bytes=MOVED_MAPS[op.kind] * map_bytes,
         )

@@ -1,5 +1,5 @@
-"""The training step on paper: the operations of models/program.py, and the update, with the bytes
-of their tensors, their multiply-adds and their traffic.
+"""The training step as a list of operations: those of models/program.py and the update, with the
+bytes of their tensors, their multiply-adds and their traffic.
 
 Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the
 update. A validation is the forward part alone, and its scores.
@@ -43,16 +43,16 @@ def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     writer = Writer(job)
     reset_sums(writer)
-    paper = Paper(writer)
-    network = paper.network
-    paper.write(network.forward)
+    step = StepWriter(writer)
+    network = step.network
+    step.write(network.forward)
     writer.phase = "loss"
     for ops in loss_program(network.logits):
-        paper.write(ops)
+        step.write(ops)
     writer.phase = "backward pass"
-    paper.write(_needed_backward(network, [op.name for op in writer.trained_kernels]))
+    step.write(_needed_backward(network, [op.name for op in writer.trained_kernels]))
     writer.phase = "update"
-    update(writer, paper.kernel_gradients())
+    update(writer, step.kernel_gradients())
     return writer.program()
 
 
@@ -66,15 +66,15 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
         for tensor in writer.resident[-2:]
     ]
     writer.run("validation/next", "pass", [], ready)
-    paper = Paper(writer, keeps=False)
-    network = paper.network
-    paper.write(network.forward)
+    step = StepWriter(writer, keeps=False)
+    network = step.network
+    step.write(network.forward)
     (logits,) = network.logits
     values = writer.job.voxels * logits.channels
     slab = writer.tensor("validation/slab", SLAB_MAPS * 4 * values // SCORED_SLABS)
-    reads = [*paper.tensors(logits), "target", *(tensor.name for tensor in ready)]
+    reads = [*step.tensors(logits), "target", *(tensor.name for tensor in ready)]
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
-    paper.write(loss_program(network.logits).sums)
+    step.write(loss_program(network.logits).sums)
     return writer.program().ops
 
 
@@ -91,7 +91,7 @@ def _needed_backward(network: NetworkProgram, trained: Sequence[str]) -> Sequenc
     return network.backward[: last + 1]
 
 
-class Paper:
+class StepWriter:
     """Writes a network's operations down."""
 
     def __init__(self, writer: Writer, keeps: bool = True):
@@ -189,135 +189,133 @@ class Paper:
 # --- Operations: forward and backward ---
 
 
-def _write_map(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.native(op, paper.read_channels(op), op.made.channels))
+def _write_map(step: StepWriter, op: Op) -> None:
+    step.make_map(op, step.native(op, step.read_channels(op), op.made.channels))
 
 
-def _write_input_gradient(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.native(op, op.made.channels, needed(op.gradient).channels))
+def _write_input_gradient(step: StepWriter, op: Op) -> None:
+    step.make_map(op, step.native(op, op.made.channels, needed(op.gradient).channels))
 
 
-def _write_project_gradient(paper: Paper, op: Op) -> None:
-    _write_input_gradient(paper, op)
+def _write_project_gradient(step: StepWriter, op: Op) -> None:
+    _write_input_gradient(step, op)
     # The gradients of a kernel's parts are padded and added up.
     kernel_gradient = op.makes[1]
-    size = 4 * paper.writer.layers[op.layer].kernel_elements
-    name = paper.writer.make(kernel_gradient.name, "pass", [], size, Group.GRADIENTS)
-    paper.stands_in(kernel_gradient, (name,))
+    size = 4 * step.writer.layers[op.layer].kernel_elements
+    name = step.writer.make(kernel_gradient.name, "pass", [], size, Group.GRADIENTS)
+    step.stands_in(kernel_gradient, (name,))
 
 
-def _write_project_to_raw(paper: Paper, op: Op) -> None:
+def _write_project_to_raw(step: StepWriter, op: Op) -> None:
     # The raw gradient is formed from the slope, and the map.
-    slope, _ = paper.tensors(needed(op.gradient))
-    native = paper.native(op, op.made.channels, paper.network.logits[0].channels)
-    counts = paper.counts(op, op.made.channels, op.made.channels)
-    reads = [*paper.tensors(op.maps[0]), slope, *paper.tensors(needed(op.kernel))]
-    size = paper.map_bytes(op.made)
-    paper.make(op, op.made, size, Group.TRANSIENTS, reads=reads, native=native, **counts)
+    slope, _ = step.tensors(needed(op.gradient))
+    native = step.native(op, op.made.channels, step.network.logits[0].channels)
+    counts = step.counts(op, op.made.channels, op.made.channels)
+    reads = [*step.tensors(op.maps[0]), slope, *step.tensors(needed(op.kernel))]
+    size = step.map_bytes(op.made)
+    step.make(op, op.made, size, Group.TRANSIENTS, reads=reads, native=native, **counts)
 
 
-def _write_project_sums(paper: Paper, op: Op) -> None:
+def _write_project_sums(step: StepWriter, op: Op) -> None:
     sums, kernel_gradient = op.makes
     slope = needed(op.gradient)
-    paper.stands_in(sums, paper.tensors(slope))
+    step.stands_in(sums, step.tensors(slope))
     (source,) = op.maps
-    native = paper.native(op, source.channels, slope.channels)
-    reads = [*paper.tensors(source), *paper.tensors(slope)]
-    paper.make_kernel_gradient(op, kernel_gradient, reads=reads, native=native)
+    native = step.native(op, source.channels, slope.channels)
+    reads = [*step.tensors(source), *step.tensors(slope)]
+    step.make_kernel_gradient(op, kernel_gradient, reads=reads, native=native)
 
 
-def _write_norm_gradient(paper: Paper, op: Op) -> None:
+def _write_norm_gradient(step: StepWriter, op: Op) -> None:
     (source,) = op.maps
-    paper.stands_in(op.made, (*paper.tensors(needed(op.gradient)), *paper.tensors(source)))
+    step.stands_in(op.made, (*step.tensors(needed(op.gradient)), *step.tensors(source)))
 
 
-def _write_add(paper: Paper, op: Op) -> None:
-    paper.make_map(op, native=None)
+def _write_add(step: StepWriter, op: Op) -> None:
+    step.make_map(op, native=None)
 
 
-def _write_filter_gradient(paper: Paper, op: Op) -> None:
-    layer = paper.writer.layers[op.layer]
+def _write_filter_gradient(step: StepWriter, op: Op) -> None:
+    layer = step.writer.layers[op.layer]
     inputs = sum(each.channels for each in op.maps)
     outputs = needed(op.gradient).channels
     whole = layer.in_channels * layer.shape[3]
     size = 4 * layer.kernel_elements * inputs * outputs // whole
-    counts = paper.counts(op, inputs, outputs)
-    paper.make(
-        op, op.made, size, Group.GRADIENTS, native=paper.native(op, inputs, outputs), **counts
-    )
+    counts = step.counts(op, inputs, outputs)
+    step.make(op, op.made, size, Group.GRADIENTS, native=step.native(op, inputs, outputs), **counts)
 
 
-def _write_plain(paper: Paper, op: Op) -> None:
+def _write_plain(step: StepWriter, op: Op) -> None:
     """By TensorFlow, so with a bound: its float32 maps on the way several times over."""
-    maps = paper.writer.tensor(
+    maps = step.writer.tensor(
         f"{op.made.name}/maps",
-        PLAIN_MAPS * sum(paper.map_bytes(each, 4) for each in (*op.maps, *op.makes)),
+        PLAIN_MAPS * sum(step.map_bytes(each, 4) for each in (*op.maps, *op.makes)),
         Group.SCRATCH,
     )
-    group = Group.ACTIVATIONS if op.kept and paper.keeps else Group.TRANSIENTS
+    group = Group.ACTIVATIONS if op.kept and step.keeps else Group.TRANSIENTS
     level = op.made.level if group is Group.ACTIVATIONS else None
     made = []
     for value in op.makes:
-        tensor = paper.writer.tensor(value.name, paper.map_bytes(value), group, level)
+        tensor = step.writer.tensor(value.name, step.map_bytes(value), group, level)
         made.append(tensor)
-        paper.stands_in(value, (tensor.name,))
-    reads = [tensor for read in op.reads for tensor in paper.tensors(read)]
+        step.stands_in(value, (tensor.name,))
+    reads = [tensor for read in op.reads for tensor in step.tensors(read)]
     traffic = 2 * maps.bytes
-    paper.writer.run(op.made.name, "pass", reads, made, scratch=(maps,), traffic_bytes=traffic)
+    step.writer.run(op.made.name, "pass", reads, made, scratch=(maps,), traffic_bytes=traffic)
 
 
 # --- Operations: kernels ---
 
 
-def _write_kernel_rows(paper: Paper, op: Op) -> None:
-    layer = paper.writer.layers[op.layer]
+def _write_kernel_rows(step: StepWriter, op: Op) -> None:
+    layer = step.writer.layers[op.layer]
     size = 4 * layer.kernel_elements * op.made.channels // layer.kernel_shape[3]
-    paper.make(op, op.made, size, Group.WEIGHTS_PARTS, kind="update")
+    step.make(op, op.made, size, Group.WEIGHTS_PARTS, kind="update")
 
 
-def _write_kernel_taps(paper: Paper, op: Op) -> None:
-    layer = paper.writer.layers[op.layer]
+def _write_kernel_taps(step: StepWriter, op: Op) -> None:
+    layer = step.writer.layers[op.layer]
     taps = math.prod(op.strides)
     size = 4 * layer.kernel_elements * taps * op.made.channels // layer.shape[3]
-    paper.make(op, op.made, size, Group.WEIGHTS_PARTS, kind="update")
+    step.make(op, op.made, size, Group.WEIGHTS_PARTS, kind="update")
 
 
-def _write_join_gradients(paper: Paper, op: Op) -> None:
+def _write_join_gradients(step: StepWriter, op: Op) -> None:
     if len(op.parts) == 1:
-        paper.stands_in(op.made, paper.tensors(op.parts[0]))
+        step.stands_in(op.made, step.tensors(op.parts[0]))
     else:
-        paper.make_kernel_gradient(op, op.made)
+        step.make_kernel_gradient(op, op.made)
 
 
 # --- Operations: the loss ---
 
 
-def _write_loss_sums(paper: Paper, op: Op) -> None:
+def _write_loss_sums(step: StepWriter, op: Op) -> None:
     logits, target = op.maps
-    paper.writer.run(
+    step.writer.run(
         op.made.name,
         costs_of(op.kind),
-        [*paper.tensors(logits), target.name],
-        native=paper.native(op, logits.channels, 0),
-        traffic_bytes=_read_by_loss(paper, logits),
+        [*step.tensors(logits), target.name],
+        native=step.native(op, logits.channels, 0),
+        traffic_bytes=_read_by_loss(step, logits),
     )
 
 
-def _write_loss_slope(paper: Paper, op: Op) -> None:
+def _write_loss_slope(step: StepWriter, op: Op) -> None:
     logits, _ = op.maps
-    size = paper.map_bytes(logits)
-    native = paper.native(op, logits.channels, 0)
-    traffic = _read_by_loss(paper, logits) + size
-    paper.make(op, op.made, size, Group.TRANSIENTS, native=native, traffic_bytes=traffic)
+    size = step.map_bytes(logits)
+    native = step.native(op, logits.channels, 0)
+    traffic = _read_by_loss(step, logits) + size
+    step.make(op, op.made, size, Group.TRANSIENTS, native=native, traffic_bytes=traffic)
 
 
-def _read_by_loss(paper: Paper, logits: Value) -> int:
+def _read_by_loss(step: StepWriter, logits: Value) -> int:
     """Bytes of the logits, and of the target's rows along Z that count for them."""
-    _, _, along_z = paper.job.unet.reduction(logits.level)
-    return paper.map_bytes(logits) + paper.map_bytes(logits, 1) * along_z
+    _, _, along_z = step.job.unet.reduction(logits.level)
+    return step.map_bytes(logits) + step.map_bytes(logits, 1) * along_z
 
 
-WRITE: Dict[Kind, Callable[[Paper, Op], None]] = {
+WRITE: Dict[Kind, Callable[[StepWriter, Op], None]] = {
     Kind.CONVOLVE: _write_map,
     Kind.INPUT_GRADIENT: _write_map,
     Kind.FILTER_GRADIENT: _write_filter_gradient,

@@ -41,8 +41,8 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
             writer.run(f"sums/{op.name}", "pass", [gradients[op.name], read[op.name]])
     for op in writer.trained_kernels:
         rule = optimizer.rule_of(op.kernel_shape)
-        paper = _Paper(writer, op, read[op.name], len(rule.slots))
-        rule.update(paper)
+        weight = _WrittenWeight(writer, op, read[op.name], len(rule.slots))
+        rule.update(weight)
 
 
 class _Expression:
@@ -50,8 +50,8 @@ class _Expression:
     it alone is written over that; it is no operation of its own, but goes with the one that takes
     it."""
 
-    def __init__(self, paper: "_Paper", reads: Sequence[str], made: Optional[str] = None):
-        self.paper = paper
+    def __init__(self, weight: "_WrittenWeight", reads: Sequence[str], made: Optional[str] = None):
+        self.weight = weight
         self.reads = list(reads)
         self.made = made  # the tensor among `reads` that it is written over
 
@@ -61,8 +61,8 @@ class _Expression:
         reads = list(dict.fromkeys([*self.reads, *other.reads]))
         made = self.made or other.made
         if made:
-            return _Expression(self.paper, reads, made)
-        return self.paper.tensor("change", reads)
+            return _Expression(self.weight, reads, made)
+        return self.weight.tensor("change", reads)
 
     __radd__ = __add__
     __sub__ = __add__
@@ -73,21 +73,21 @@ class _Expression:
             return self + other
         if self.made:
             return self
-        return self.paper.tensor("scaled", self.reads, over=self.reads)
+        return self.weight.tensor("scaled", self.reads, over=self.reads)
 
     __rmul__ = __mul__
     __truediv__ = __mul__
 
     def assign_add(self, change: "_Expression") -> "_Expression":
         (name,) = self.reads
-        self.paper.assign(name, change)
+        self.weight.assign(name, change)
         return self
 
     assign_sub = assign_add
 
 
-class _Paper(Weight):
-    """A kernel as a rule takes it: its operations are written down."""
+class _WrittenWeight(Weight):
+    """A kernel as a rule takes it, which writes down what the rule computes."""
 
     def __init__(self, writer: Writer, op: LayerOp, gradient: str, slots: int):
         self._writer = writer
