@@ -21,6 +21,7 @@ from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.host import Host
 from memory_estimator.job import statistics_note
 from memory_estimator.training import Forecast
+from models.config import UNetConfig
 from models.layer_plan import training_flops
 from models.strides import strides_text
 
@@ -85,6 +86,14 @@ def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")
 
 
+def network_words(unet: UNetConfig) -> str:
+    """The network in words, such as "unet3d, 4 levels, 16 filters, instance norm"."""
+    levels = f"{unet.depth} levels"
+    if unet.strides:
+        levels += f" of strides {strides_text(unet.strides)}"
+    return f"{unet.network}, {levels}, {unet.filters} filters, {unet.norm} norm"
+
+
 # --- Private helpers ---
 
 
@@ -112,14 +121,9 @@ def _input_lines(plan: Plan) -> List[str]:
 
 def _network_line(plan: Plan) -> str:
     config = plan.config
-    unet = config.unet
-    gigaflops = training_flops(unet, config.grid, config.batch) / 1e9
-    levels = f"{unet.depth} levels"
-    if unet.strides and "strides" not in plan.reasons:
-        levels += f" of strides {strides_text(unet.strides)}"
-    words = f"{unet.network}, {levels}, {unet.filters} filters, {unet.norm} norm"
-    words += f", {unet.dtype}, policy {unet.policy}, {gigaflops:,.0f} GFLOP a full step"
-    return _named("network", words)
+    gigaflops = training_flops(config.unet, config.grid, config.batch) / 1e9
+    words = f"{network_words(config.unet)}, {config.unet.dtype}, policy {config.unet.policy}"
+    return _named("network", f"{words}, {gigaflops:,.0f} GFLOP a full step")
 
 
 def _length_line(plan: Plan) -> str:

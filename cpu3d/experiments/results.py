@@ -22,7 +22,7 @@ from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, strips
-from cpu3d.report.runs import Page, RunFiles, read_run, runs_table
+from cpu3d.report.runs import RunFiles, read_run, runs_table, write_page
 from cpu3d.report.sections import Element, shown_cases
 from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.summary import median, numbers
@@ -257,18 +257,20 @@ def publish(
         *(("left out", line) for line in content["failed"]),
     ]
     tables = results_tables(content)
-    page = Page(
+    write_page(
+        out / "report.html",
         title=content["title"],
         command="./run.sh compare",
         runs=runs,
         store=store,
         about=facts,
-        table=[runs_table(runs, runs, {})],
-        scores=[*tables[:-1], _strips(comparison)],
-        cases=[_cases(comparison, store)],
-        costs=tables[-1:],
+        sections={
+            "What was trained": [runs_table(runs, runs, {})],
+            "Scores": [*tables[:-1], _strips(comparison)],
+            "Cases": [_cases(comparison, store)],
+            "Memory and time": tables[-1:],
+        },
     )
-    page.write(out / "report.html")
     if record:
         append_record(record, "compare", content)
     for table in tables:

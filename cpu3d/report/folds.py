@@ -6,22 +6,23 @@ for table in results_tables(gather_folds(folder)): ...
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Sequence
 
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
+from cpu3d.inference.out_of_fold import OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.postprocessing.run_rules import PostprocessingRules, cross_fitted, read_rules
-from cpu3d.inference.scores_file import (
-    PREDICTIONS,
-    UNTOUCHED,
-    scores_path,
-    scores_table,
-)
-from cpu3d.pages.page import page_file
+from cpu3d.inference.scores_file import UNTOUCHED, scores_table
 from cpu3d.report.pictures import score_pictures
-from cpu3d.report.runs import Page, RunFiles, current_scores, open_first, read_run, runs_table
+from cpu3d.report.runs import (
+    RunFiles,
+    current_scores,
+    open_first,
+    read_run,
+    runs_table,
+    write_page,
+)
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -63,44 +64,37 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
     returns its path. Raises InputError as `gather_folds`, and when the page cannot be written
     there."""
     files = gather_folds(folder)
-    if out is None:
-        out = files.folder / "report.html"
-    page_file(out)
-    answers = files.answers
-    scores: List[Element] = []
-    cases: List[Element] = []
-    splits: List[Element] = []
-    if answers:
-        scores = [_scores_table(answers), WEIGHTS_NOTE, score_pictures(answers.scores)]
-        if files.store:
-            predictions = scores_path(files.folder, SPLIT).parent / PREDICTIONS
-            name = "prediction out of fold"
-            cases.append(best_and_worst(files.store, answers.scores, name, predictions))
-        cases.append(Folded("Every case", cases_table(answers.scores)))
-        rows = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()]
-        table = Table(("fold", "cases that it held out"), rows, names=2)
-        splits.append(Folded("Cases that each fold held out", table))
-    decided = _postprocessing_table(files)
-    postprocessing: List[Element] = [decided] if decided else []
-    if files.decision:
-        postprocessing.append(f"The folds together: {files.decision.chosen.words}.")
+    out = out or files.folder / "report.html"
     trained = [run.folder for run in files.runs.values() if checkpoints(run.folder)]
     test, note = current_scores(files.folder, trained, [UNTOUCHED])
-    page = Page(
+    decided = _postprocessing_tables(files)
+    words = [f"The folds together: {files.decision.chosen.words}."] if files.decision else []
+    sections: Dict[str, Sequence[Element]] = {
+        "What was trained": [folds_table(files)],
+        "Untouched cases, by the folds together": [scores_table(test)] if test else [],
+        "Post-processing": [*decided, *words],
+    }
+    answers = files.answers
+    if answers:
+        scores = answers.scores
+        rows = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()]
+        held_out = Table(("fold", "cases that it held out"), rows, names=2)
+        sections["Scores"] = [_scores_table(answers), WEIGHTS_NOTE, score_pictures(scores)]
+        sections["Cases"] = [
+            best_and_worst(files.store, scores, files.folder),
+            Folded("Every case", cases_table(scores)),
+        ]
+        sections["Settings"] = [Folded("Cases that each fold held out", held_out)]
+    write_page(
+        out,
         title=f"Report of {files.folder.name}: {len(files.names)} folds",
         command="./run.sh report",
         runs=files.runs,
         store=files.store,
         about=[("folder", str(files.folder))],
-        table=[folds_table(files)],
-        scores=scores,
-        test=[scores_table(test)] if test else (),
-        postprocessing=postprocessing,
-        cases=cases,
-        splits=splits,
+        sections=sections,
         notes=[*_missing(files), *filter(None, [note])],
     )
-    page.write(out)
     return out
 
 
@@ -127,10 +121,8 @@ def gather_folds(folder: Path) -> FoldsFiles:
 
 def results_tables(files: FoldsFiles) -> List[Table]:
     """The tables of the terminal."""
-    if files.answers is None:
-        return [folds_table(files)]
-    decided = _postprocessing_table(files)
-    return [folds_table(files), _scores_table(files.answers), *([decided] if decided else [])]
+    scores = [_scores_table(files.answers)] if files.answers else []
+    return [folds_table(files), *scores, *_postprocessing_tables(files)]
 
 
 def folds_table(files: FoldsFiles) -> Table:
@@ -150,8 +142,6 @@ def _missing(files: FoldsFiles) -> List[str]:
         notes.append(f"Fold {fold} is missing here ({why}): its cases are in no score.")
     if lacking:
         notes.append("Repeat the same `train --folds` to complete it.")
-    if files.store is None:
-        notes.append("The store cannot be read, so no cases are shown.")
     return notes
 
 
@@ -169,10 +159,10 @@ def _scores_table(answers: OutOfFold) -> Table:
     return replace(scores_table(answers.scores), title=title)
 
 
-def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
-    """What post-processing is worth on cases that have not decided it; None for a single fold."""
+def _postprocessing_tables(files: FoldsFiles) -> List[Table]:
+    """What post-processing is worth on cases that have not decided it; none for a single fold."""
     if files.answers is None or len(files.answers.evidence) < 2:
-        return None
+        return []
     before, after = cross_fitted(files.answers.evidence, files.answers.scores["regions"])
     chosen = files.decision.chosen if files.decision else PostProcessing()
     rows = []
@@ -180,7 +170,7 @@ def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
         each = ([regions[region] for regions in scores.values()] for scores in (before, after))
         removed, *cells = changed_by_rules(chosen, region, *each)
         rows.append((region, *cells, removed))
-    return Table(
+    table = Table(
         ("region", *CHANGED_LABELS, "parts removed by the folds together"),
         rows,
         title="Post-processing, each case by rules that the other folds decided",
@@ -188,3 +178,4 @@ def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
         "The rules of the folds together, in the last column, are decided on all cases.",
         names=1,
     )
+    return [table]

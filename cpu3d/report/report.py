@@ -14,20 +14,13 @@ from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
-from cpu3d.data.store import Store
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of, read_rules
-from cpu3d.inference.scores_file import (
-    PREDICTIONS,
-    UNTOUCHED,
-    scores_path,
-    scores_table,
-    warning,
-)
-from cpu3d.pages.page import page_file, percent
+from cpu3d.inference.scores_file import UNTOUCHED, scores_table, warning
+from cpu3d.pages.page import percent
 from cpu3d.plan import reasons_of
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.pictures import score_pictures
-from cpu3d.report.runs import Page, RunFiles, current_scores, open_first, read_run
+from cpu3d.report.runs import RunFiles, current_scores, open_first, read_run, write_page
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -86,36 +79,32 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     store = open_first(places)
     if store:
         store = with_fold(store, run.config.fold)
-    if out is None:
-        out = run_dir / "report.html"
-    page_file(out)
     record = run.config.init_record
     alerts = []
     if scores and not scores["untouched"]:
         alerts.append(warning(scores["split"]))
     if record and record.seen:
         alerts.append(f"Held-out cases are NOT untouched: {seen_words(record)}.")
-    cases: List[Element] = []
-    if scores and store:
-        folder = scores_path(run.folder, scores["split"]).parent / PREDICTIONS
-        cases.append(best_and_worst(store, scores, "prediction", folder))
     split = store.manifest.split if store else {}
     ids = [(name, ", ".join(own) or "none") for name, own in split.items()]
-    page = Page(
+    out = out or run_dir / "report.html"
+    write_page(
+        out,
         title=f"Report of {run.folder.name}",
         command="./run.sh report",
         runs={"": run},
         store=store,
         about=_about(run, scores),
-        scores=_scores_section(scores) if scores else (),
-        postprocessing=[_postprocessing(run)],
-        cases=cases,
-        costs=[_costs(run, scores)],
-        splits=[Folded("Cases of each split", Table(("", ""), ids, names=2))],
-        notes=[*filter(None, [note]), *_missing(run, scores, store)],
+        sections={
+            "Scores": _scores_section(scores) if scores else [],
+            "Post-processing": [_postprocessing(run)],
+            "Cases": [best_and_worst(store, scores, run.folder)] if scores else [],
+            "Memory and time": [_costs(run, scores)],
+            "Settings": [Folded("Cases of each split", Table(("", ""), ids, names=2))],
+        },
+        notes=[*filter(None, [note]), *_missing(run, scores)],
         alert=" ".join(alerts),
     )
-    page.write(out)
     return out
 
 
@@ -144,15 +133,11 @@ def _inference(scores: Mapping[str, Any]) -> str:
     return f"{words}, mean of mirror images" if how["flips"] else words
 
 
-def _missing(
-    run: RunFiles, scores: Optional[Mapping[str, Any]], store: Optional[Store]
-) -> List[str]:
+def _missing(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> List[str]:
     """Notes on what is missing and how to make it, one sentence each."""
     notes = []
     if not run.history.last_step:
         notes.append("No training step is in log.jsonl yet, so there are no curves.")
-    if store is None:
-        notes.append(f"The store {run.config.store} cannot be read, so no cases are shown.")
     if scores and scores["split_hash"] != run.config.split_hash:
         hint = "run `evaluate` again"
         notes.append(f"The scores are of another split, {scores['split_hash']}: {hint}.")

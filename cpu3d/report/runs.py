@@ -16,7 +16,8 @@ from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.scores_file import are_of_weights, read_scores, scores_path
-from cpu3d.pages.page import flat, render_page
+from cpu3d.pages.page import flat, page_file, render_page
+from cpu3d.plan_text import network_words
 from cpu3d.report.pictures import Figures, Line, chart
 from cpu3d.report.sections import Element, Folded, is_filled
 from cpu3d.run.config_json import load_config
@@ -28,7 +29,7 @@ from cpu3d.util.atomic import atomic_write
 from cpu3d.util.records import count, listed
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by, format_bytes, format_seconds
-from models.strides import axes_text, strides_text
+from models.strides import axes_text
 
 NOT_KNOWN = "-"
 ITS_OWN = ("fold", "seed", "unet.seed")  # settings that differ between runs of one kind
@@ -59,59 +60,59 @@ class RunFiles:
         return f"not ended yet, step {self.history.last_step}"
 
 
-@dataclass(frozen=True)
-class Page:
-    """What a page shows: of a run, of the folds of a store, or of a comparison."""
+def write_page(
+    out: Path,
+    *,
+    title: str,
+    command: str,
+    runs: Mapping[str, RunFiles],
+    store: Optional[Store],
+    about: Sequence[Tuple[str, str]],
+    sections: Mapping[str, Sequence[Element]],
+    notes: Sequence[str] = (),
+    alert: str = "",
+) -> None:
+    """Write the page of a run, of folds or of a comparison, atomically.
 
-    title: str
-    command: str  # that makes it
-    runs: Mapping[str, RunFiles]
-    store: Optional[Store]  # None if it was moved or deleted
-    about: Sequence[Tuple[str, str]]  # name and value of more than the settings tell
-    table: Sequence[Element] = ()  # of the runs, if there are several
-    scores: Sequence[Element] = ()
-    test: Sequence[Element] = ()  # scores of untouched cases, beside those of held-out ones
-    postprocessing: Sequence[Element] = ()
-    cases: Sequence[Element] = ()
-    costs: Sequence[Element] = ()
-    splits: Sequence[Element] = ()
-    notes: Sequence[str] = ()
-    alert: str = ""
+    - `command`: that makes it
+    - `store`: None if it was moved or deleted
+    - `about`: name and value of more than the settings tell
+    - `sections`: heading -> elements, after those that all pages have under it
 
-    def write(self, out: Path) -> None:
-        """Write the page, atomically. An element of all pages is added here."""
-        rows = [*_data(self.store), *self.about, *facts(self.runs)]
-        differing, every = settings(self.runs)
-        sections: List[Tuple[str, Sequence[Element]]] = [
-            (
-                "The runs" if self.table else "The run",
-                [Table(("", ""), rows, names=2), *self.table, differing],
-            ),
-            ("First weights", _first_weights(self.runs)),
-            ("Scores", self.scores),
-            ("Untouched cases, by the folds together", self.test),
-            ("Post-processing", self.postprocessing),
-            ("Cases", self.cases),
-            ("Training", [curves(self.runs)]),
-            ("Memory and time", self.costs),
-            ("Host and software", hosts(self.runs)),
-            ("Settings", [every, *self.splits]),
-        ]
-        filled = []
-        for heading, elements in sections:
-            shown = [element for element in elements if is_filled(element)]
-            if shown:
-                filled.append((heading, shown))
-        page = render_page(
-            Path(__file__).with_name("report.html.j2"),
-            title=self.title,
-            command=self.command,
-            sections=filled,
-            notes=self.notes,
-            alert=self.alert,
-        )
-        with atomic_write(out, "w") as file:
-            file.write(page)
+    Raises InputError where no page can be written."""
+    page_file(out)
+    rows = [*_data(store), *about, *facts(runs)]
+    differing, every = settings(runs)
+    common: List[Tuple[str, List[Element]]] = [
+        ("What was trained", [Table(("", ""), rows, names=2), differing]),
+        ("First weights", _first_weights(runs)),
+        ("Scores", []),
+        ("Untouched cases, by the folds together", []),
+        ("Post-processing", []),
+        ("Cases", []),
+        ("Training", [curves(runs)]),
+        ("Memory and time", []),
+        ("Host and software", hosts(runs)),
+        ("Settings", [every]),
+    ]
+    filled = []
+    for heading, elements in common:
+        elements += sections.get(heading, ())
+        shown = [element for element in elements if is_filled(element)]
+        if shown:
+            filled.append((heading, shown))
+    if store is None:
+        notes = [*notes, "The store cannot be read, so no cases are shown."]
+    page = render_page(
+        Path(__file__).with_name("report.html.j2"),
+        title=title,
+        command=command,
+        sections=filled,
+        notes=notes,
+        alert=alert,
+    )
+    with atomic_write(out, "w") as file:
+        file.write(page)
 
 
 def read_run(folder: Path, kind: str = "") -> RunFiles:
@@ -341,10 +342,7 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
 
 
 def _network(config: RunConfig, start: Mapping[str, Any]) -> str:
-    unet = config.unet
-    words = f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm"
-    if unet.strides:
-        words += f", strides {strides_text(unet.strides)}"
+    words = network_words(config.unet)
     if "parameters" in start:
         words += f", {start['parameters']:,} weights"
     return words

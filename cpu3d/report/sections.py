@@ -3,7 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS
-from cpu3d.inference.scores_file import ranked
+from cpu3d.inference.scores_file import PREDICTIONS, ranked, scores_path
 from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures
 from memory_estimator.common.table import Table
@@ -79,16 +79,17 @@ def shown_cases(
             )
 
 
-def best_and_worst(
-    store: Store, scores: Mapping[str, Any], prediction: str, folder: Path
-) -> Mapping[str, Any]:
-    """The `viewer` of the best, median and worst case of scores.json by mean Dice, with the truth
-    and the predictions in a folder, under the name `prediction`."""
+def best_and_worst(store: Optional[Store], scores: Mapping[str, Any], folder: Path) -> Element:
+    """The `viewer` of the best, median and worst case of a folder's scores.json by mean Dice, with
+    the truth and the predictions beside the scores; nothing without a store."""
+    if store is None:
+        return ""
     words = {}
     for case in reversed(ranked(scores["cases"])):
         dice = [f"{name} {region['dice']:.3f}" for name, region in case["regions"].items()]
         words[case["case_id"]] = f"Dice {', '.join(dice)}"
-    return viewer(shown_cases(store, words, scores["regions"], {prediction: folder}))
+    predictions = scores_path(folder, scores["split"]).parent / PREDICTIONS
+    return viewer(shown_cases(store, words, scores["regions"], {"prediction": predictions}))
 
 
 def cases_table(scores: Mapping[str, Any]) -> Table:
