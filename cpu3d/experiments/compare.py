@@ -219,19 +219,12 @@ def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) 
     runs = []
     for fold in options.names_of_folds:
         run = PlannedRun(
-            name=name,
-            folder=folder,
-            options=tuple(words),
+            name=f"{name}, fold {fold}" if fold else name,
+            folder=fold_folder(folder, fold) if fold else folder,
+            options=(*words, "--fold", fold) if fold else tuple(words),
             steps=variant.steps or 0,
+            is_fold=bool(fold),
         )
-        if fold:
-            run = dataclasses.replace(
-                run,
-                name=f"{name}, fold {fold}",
-                folder=fold_folder(folder, fold),
-                options=(*words, "--fold", fold),
-                is_fold=True,
-            )
         runs.append(run)
     return runs
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
@@ -83,19 +82,20 @@ def train_folds(
         if folder.is_dir():  # else nothing may be written yet
             stack.enter_context(locked(folder, "folder of folds"))
         chosen = _chosen_in_all(folder, parts, settings or {})
-        planned = _plan(store_folder, folder, parts, chosen, force=force)
-        _show(planned)
-        if not folder.is_dir():
-            writable_folder(folder, "folder of --run")
-            stack.enter_context(locked(folder, "folder of folds"))
-        store = planned[0].plan.store.folder.resolve()
-        save_folds(folder, Folds(parts, str(store), chosen, fold_s(planned[0].plan)))
         words = as_options(chosen)
         if force:
             words.append("--force")
         if mlflow:
             words += ["--mlflow", mlflow]
-        runs = [fold.planned_run(words) for fold in planned]
+        planned = _plan(store_folder, folder, parts, chosen, words, force=force)
+        _show(planned)
+        if not folder.is_dir():
+            writable_folder(folder, "folder of --run")
+            stack.enter_context(locked(folder, "folder of folds"))
+        store = planned[0].plan.store.folder.resolve()
+        # the last one waits longest: `status` shows this until it has a pace of its own
+        save_folds(folder, Folds(parts, str(store), chosen, planned[-1].left_s))
+        runs = [fold.run for fold in planned]
         failed = carry_out(runs, store, folder, lambda: publish_folds(folder))
         publish_folds(folder)
     for table in results_tables(gather_folds(folder)):
@@ -138,22 +138,6 @@ def publish_folds(folder: Path) -> None:
     write_folds_report(folder)
 
 
-def scoring_s(plan: Plan) -> Optional[float]:
-    """Predicted seconds of a fold beside its training: scoring, and the starts of its processes;
-    None if no step is predicted."""
-    if plan.forecast is None:
-        return None
-    return START_S + plan.forecast.schedule.held_out * plan.forecast.answered_s
-
-
-def fold_s(plan: Plan) -> Optional[float]:
-    """Predicted seconds of a fold: steps, validations, its own post-processing, which `train`
-    decides, and scoring, with the starts of its processes; None if no step is predicted."""
-    if plan.forecast is None:
-        return None
-    return plan.forecast.all_s + scoring_s(plan)
-
-
 OF_FOLD = ("fold", "spacing_mm", "oriented", "init_record")  # in which folds differ
 
 
@@ -165,41 +149,27 @@ class PlannedFold:
     """A fold to train and to score."""
 
     fold: str  # as "2/5"
-    folder: Path
     plan: Plan
-
-    def planned_run(self, words: Sequence[str] = ()) -> PlannedRun:
-        """The fold for the runner, trained with these options. One that has diverged is tried again
-        with other settings, such as lower rates."""
-        config = self.plan.config
-        is_begun = (self.folder / CONFIG).is_file()
-        return PlannedRun(
-            name=f"fold {self.fold}",
-            folder=self.folder,
-            options=(*words, "--fold", self.fold),
-            steps=0 if config.has_open_length else self.plan.steps,
-            is_fold=True,
-            again=is_begun and load_config(self.folder) != config,
-        )
-
-    @cached_property
-    def is_trained(self) -> bool:
-        return self.planned_run().is_trained
+    run: PlannedRun
 
     @property
-    def is_scored(self) -> bool:
-        return self.is_trained and self.planned_run().is_scored
+    def state(self) -> str:
+        """What is left to do, in words."""
+        if self.run.is_trained:
+            return "scored" if self.run.is_scored else "to score"
+        return f"from step {self.plan.done:,}" if self.plan.done else "to train"
 
     @property
     def left_s(self) -> Optional[float]:
-        """Predicted seconds until it is scored; None if no step is predicted."""
-        if self.is_scored:
+        """Predicted seconds until it is scored, with the starts of its processes; None if no step
+        is predicted."""
+        if self.state == "scored":
             return 0.0
-        training_s = 0.0 if self.is_trained else self.plan.left_s
-        after_s = scoring_s(self.plan)
-        if training_s is None or after_s is None:
+        forecast = self.plan.forecast
+        training_s = 0.0 if self.run.is_trained else self.plan.left_s
+        if training_s is None or forecast is None:
             return None
-        return training_s + after_s
+        return training_s + START_S + forecast.schedule.held_out * forecast.answered_s
 
 
 def _chosen_in_all(folder: Path, parts: int, settings: Chosen) -> Dict[str, Any]:
@@ -207,7 +177,7 @@ def _chosen_in_all(folder: Path, parts: int, settings: Chosen) -> Dict[str, Any]
     settings = located(settings)
     kept = read_folds(folder)
     raise_if_any(_problems(folder, parts, settings, kept))
-    for place in (folder, *(fold_folder(folder, f"{i}/{parts}") for i in range(1, parts + 1))):
+    for place in (folder, *(fold_folder(folder, fold) for fold in Folds(parts, "", {}).names)):
         refuse_foreign(place)
     before = dict(kept.chosen) if kept else {}
     return chosen_again(before, settings)
@@ -232,23 +202,38 @@ def _problems(folder: Path, parts: int, settings: Chosen, kept: Optional[Folds])
 
 
 def _plan(
-    store_folder: Path, folder: Path, parts: int, chosen: Chosen, *, force: bool
+    store_folder: Path,
+    folder: Path,
+    parts: int,
+    chosen: Chosen,
+    words: Sequence[str] = (),
+    *,
+    force: bool,
 ) -> List[PlannedFold]:
-    """The folds as they would be trained now. Raises InputError if the settings do not suit the
-    store, or a fold that has begun, and DoesNotFitError, unless `force`, if one is to be trained
-    that may not fit."""
+    """The folds as they would be trained now, with options of `train`. Raises InputError if the
+    settings do not suit the store, or a fold that has begun, and DoesNotFitError, unless `force`,
+    if one is to be trained that may not fit."""
     store = open_store(store_folder)
     host = _host()
     gpus = HostGpus()
     planned = []
-    for part in range(1, parts + 1):
-        fold = f"{part}/{parts}"
-        run = fold_folder(folder, fold)
+    for fold in Folds(parts, "", {}).names:
+        place = fold_folder(folder, fold)
         try:
-            plan = make_plan(store, run, host, {**chosen, "fold": fold}, gpus=gpus, force=force)
+            plan = make_plan(store, place, host, {**chosen, "fold": fold}, gpus=gpus, force=force)
         except InputError as error:
             raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
-        planned.append(PlannedFold(fold, run, plan))
+        is_begun = (place / CONFIG).is_file()
+        run = PlannedRun(
+            name=f"fold {fold}",
+            folder=place,
+            options=(*words, "--fold", fold),
+            steps=0 if plan.config.has_open_length else plan.steps,
+            is_fold=True,
+            # one that has diverged, with other settings, such as lower rates
+            again=is_begun and load_config(place) != plan.config,
+        )
+        planned.append(PlannedFold(fold, plan, run))
     raise_if_any(problem for fold in planned for problem in _problems_of_fold(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
@@ -261,7 +246,7 @@ def _plan(
             problems.append(f"{rule}; restore them, or choose another folder")
         raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
-        if not (force or fold.is_trained):
+        if not (force or fold.run.is_trained):
             check_run(fold.plan, host, gpus)
     return planned
 
@@ -276,35 +261,30 @@ def _problems_of_fold(fold: PlannedFold) -> Iterator[str]:
     seen = leak(config.init_record)
     if seen:
         yield f"fold {fold.fold}: {seen}"
-    if config.has_open_length or not (fold.folder / CONFIG).is_file():
+    folder = fold.run.folder
+    if config.has_open_length or not (folder / CONFIG).is_file():
         return
-    begun = load_config(fold.folder)
+    begun = load_config(folder)
     least = begun.steps or begun.epochs * fold.plan.steps_per_epoch
     # Steps cannot be taken back, so folds that have not begun would be shorter than the others.
     if not begun.has_open_length and fold.plan.steps < least:
-        rule = f"steps must be at least {least}, as {fold.folder} was begun"
+        rule = f"steps must be at least {least}, as {folder} was begun"
         todo = "leave them so or make them more, or choose another folder"
         yield f"{rule}, got {fold.plan.steps}; {todo}"
 
 
 def _show(planned: Sequence[PlannedFold], *, stderr: bool = True) -> None:
     """Print the plan of the first fold that is to be trained, and the time of all of them."""
-    waiting = [fold for fold in planned if not fold.is_trained]
+    waiting = [fold for fold in planned if not fold.run.is_trained]
     for fold in waiting[:1]:
         say(f"the plan of fold {fold.fold}:", *plan_lines(fold.plan, _host()), stderr=stderr)
     rows = []
-    left_s = []
     for fold in planned:
         split = fold.plan.store.manifest.split
-        state = "to train"
-        if fold.is_trained:
-            state = "scored" if fold.is_scored else "to score"
-        elif fold.plan.done:
-            state = f"from step {fold.plan.done:,}"
-        steps = "by time" if fold.plan.config.has_open_length else f"{fold.plan.steps:,}"
-        left_s.append(fold.left_s)
+        steps = f"{fold.run.steps:,}" if fold.run.steps else "by time"
         cases = (str(len(split["train"])), str(len(split["val"])))
-        rows.append((fold.fold, state, *cases, steps, format_seconds(fold.left_s)))
+        rows.append((fold.fold, fold.state, *cases, steps, format_seconds(fold.left_s)))
+    left_s = [fold.left_s for fold in planned]
     all_s = "unknown" if None in left_s else f"about {format_seconds(sum(left_s))}"
     columns = ("fold", "state", "train", "held out", "steps", "left")
     caption = f"predicted: {all_s} for all {len(planned)} folds"
