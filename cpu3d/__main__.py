@@ -69,9 +69,6 @@ COMMANDS = {
 }
 """Subcommand -> its module and a line of help."""
 
-EXPLAINED = (InputError, InstructionSetError)
-"""Errors that say what to do."""
-
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
@@ -109,7 +106,14 @@ def _run(argv: Sequence[str]) -> int:
         return command.run(*options)
     except BrokenPipeError:
         raise
-    except (*EXPLAINED, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
+    except (
+        InputError,
+        InstructionSetError,
+        ModuleNotFoundError,
+        KeyboardInterrupt,
+        OSError,
+        MemoryError,
+    ) as error:
         print(*_explained(error), sep="\n", file=sys.stderr)
         return exit_code_of(error)
 

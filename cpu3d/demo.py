@@ -66,20 +66,19 @@ def _commands(options: Options) -> List[List[str]]:
         shape = SMOKE_SHAPE
         length = ["--filters", "4", "--depth", "3", "--epochs", "4"]
     own = ""
-    policy = []
     if options.policy:
         own = f"-{options.policy}"
-        policy = ["--policy", options.policy]
-    data = str(out / "data")
-    store = str(out / "store")
-    run_folder = str(out / f"run{own}")
-    predictions = str(out / f"predictions{own}")
-    new_case = str(out / "data" / "imagesTr" / "BRATS_001.nii.gz")
+        length += ["--policy", options.policy]
+    data = f"{out}/data"
+    store = f"{out}/store"
+    run_folder = f"{out}/run{own}"
+    predictions = f"{out}/predictions{own}"
+    new_case = f"{data}/imagesTr/BRATS_001.nii.gz"
     phantoms = ["--cases", str(CASES), "--shape", *map(str, shape), "--seed", "0"]
     return [
         ["phantom", "--out", data, *phantoms],
         ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
-        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *policy],
+        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length],
         ["evaluate", "--run", run_folder],
         ["predict", "--run", run_folder, "--image", new_case, "--out", predictions, "--overwrite"],
         ["report", "--run", run_folder],

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Tuple
 
+from cpu3d.data.manifest import Manifest
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.experiments.folds import publish_folds
-from cpu3d.experiments.results import Answer, Comparison, publish, read_answer
+from cpu3d.experiments.results import Comparison, publish, read_answer
 from cpu3d.experiments.runner import PlannedRun, carry_out
 from cpu3d.experiments.variants import (
     COLUMNS,
@@ -44,7 +45,7 @@ from cpu3d.experiments.variants import (
 from cpu3d.inference.out_of_fold import SPLIT
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
-from cpu3d.run.folds import COMPARISON, SCHEMA, Folds, fold_folder, save_folds
+from cpu3d.run.folds import COMPARISON, SCHEMA, Folds, fold_folder, fold_names, save_folds
 from cpu3d.settings import SETTINGS, as_options, recipe_settings
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -87,9 +88,7 @@ class Options:
     @property
     def names_of_folds(self) -> List[str]:
         """The folds to train, as "2/5"; [""] for none."""
-        if not self.folds:
-            return [""]
-        return [f"{number}/{self.folds}" for number in range(1, self.folds + 1)]
+        return fold_names(self.folds) if self.folds else [""]
 
 
 OPTIONS = (Options, SETTINGS)
@@ -120,30 +119,34 @@ def run(options: Options, settings: Json) -> int:
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
     with locked(out, "comparison"):
-        runs: Dict[str, List[PlannedRun]] = {}  # of what answers, by its name
+        planned: List[Tuple[VariantPlan, int, List[PlannedRun]]] = []
         # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
         for seed in options.seeds:
             for variant in saved.plan:
-                runs[f"{variant.name}-seed{seed}"] = _planned_runs(variant, seed, out, options)
+                planned.append((variant, seed, _planned_runs(variant, seed, out, options)))
         folder = store.folder.resolve()
-        every_run = [run for each in runs.values() for run in each]
+        every_run = [run for *_, runs in planned for run in runs]
         places = {run.name: str(run.folder.relative_to(out)) for run in every_run}
         saved = dataclasses.replace(saved, store=str(folder), runs=places)
         write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(saved)})
-        if options.folds:
-            _save_folds(runs, folder, saved.plan, options)
+        if options.folds:  # each a folder of folds, which `predict` and `status` take together
+            for variant, seed, runs in planned:
+                place = writable_folder(runs[0].folder.parent, "folder of folds")
+                chosen = {**variant.settings, "seed": seed}
+                save_folds(place, Folds(options.folds, str(folder), chosen))
         failed = carry_out(every_run, folder, out)
-        left_out = {run.name: failed[run.name].why for run in every_run if run.name in failed}
         answers = []
-        for variant in saved.plan:
-            for seed in options.seeds:
-                name = f"{variant.name}-seed{seed}"
-                if any(run.name in failed for run in runs[name]):
-                    continue
-                if options.folds:
-                    publish_folds(out / "runs" / name)
-                answers.append(read_answer(variant.name, seed, out / "runs" / name, saved.split))
-        _publish(answers, saved.plan[0].name, left_out, store, options, budget, saved.plan)
+        for variant, seed, runs in planned:
+            if any(run.name in failed for run in runs):
+                continue
+            place = out / "runs" / f"{variant.name}-seed{seed}"
+            if options.folds:
+                publish_folds(place)
+            answers.append(read_answer(variant.name, seed, place, saved.split))
+        left_out = {name: error.why for name, error in failed.items()}
+        comparison = Comparison.of(answers, saved.plan[0].name, left_out)
+        about = _about(saved, options, budget, store.manifest)
+        publish(comparison, about, store, out, options.record)
     return 1 if failed else 0
 
 
@@ -229,44 +232,19 @@ def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) 
     return runs
 
 
-def _save_folds(
-    runs: Dict[str, List[PlannedRun]], store: Path, plan: List[VariantPlan], options: Options
-) -> None:
-    """Make each variant and seed a folder of folds, which `predict` and `status` take together."""
-    settings = {variant.name: variant.settings for variant in plan}
-    for name, folds in runs.items():
-        variant, _, seed = name.rpartition("-seed")
-        chosen = {**settings[variant], "seed": int(seed)}
-        folder = writable_folder(folds[0].folder.parent, "folder of folds")
-        save_folds(folder, Folds(options.folds, str(store), chosen))
-
-
-def _publish(
-    answers: List[Answer],
-    baseline: str,
-    failed: Dict[str, str],
-    store: Store,
-    options: Options,
-    budget: str,
-    plan: List[VariantPlan],
-) -> None:
-    manifest = store.manifest
-    variants = dict.fromkeys(answer.variant for answer in answers)
+def _about(saved: SavedComparison, options: Options, budget: str, manifest: Manifest) -> Json:
+    """What results.json and a record tell of a comparison beside its results."""
+    variants = {variant.name: shlex.join(as_options(variant.settings)) for variant in saved.plan}
     split = {name: len(ids) for name, ids in manifest.split.items()}
-    about = {
+    return {
         "title": f"{' against '.join(variants)}: {manifest.name}",
         "data": {"name": manifest.name, "split": split, "shape": manifest.largest_shape},
         "budget": budget,
         "seeds": list(options.seeds),
         "folds": options.folds,
-        "evaluation": {
-            "split": SPLIT if options.folds else UNTOUCHED,
-            "tolerance_mm": TOLERANCE_MM,
-        },
-        "options": {variant.name: shlex.join(as_options(variant.settings)) for variant in plan},
+        "evaluation": {"split": saved.split, "tolerance_mm": TOLERANCE_MM},
+        "options": variants,
     }
-    comparison = Comparison.of(answers, baseline, failed)
-    publish(comparison, about, store, options.out.resolve(), options.record)
 
 
 def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table:

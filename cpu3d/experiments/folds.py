@@ -32,6 +32,7 @@ from cpu3d.run.folds import (
     START_S,
     Folds,
     fold_folder,
+    fold_names,
     read_folds,
     save_folds,
 )
@@ -177,7 +178,7 @@ def _chosen_in_all(folder: Path, parts: int, settings: Chosen) -> Dict[str, Any]
     settings = located(settings)
     kept = read_folds(folder)
     raise_if_any(_problems(folder, parts, settings, kept))
-    for place in (folder, *(fold_folder(folder, fold) for fold in Folds(parts, "", {}).names)):
+    for place in (folder, *(fold_folder(folder, fold) for fold in fold_names(parts))):
         refuse_foreign(place)
     before = dict(kept.chosen) if kept else {}
     return chosen_again(before, settings)
@@ -217,7 +218,7 @@ def _plan(
     host = _host()
     gpus = HostGpus()
     planned = []
-    for fold in Folds(parts, "", {}).names:
+    for fold in fold_names(parts):
         place = fold_folder(folder, fold)
         try:
             plan = make_plan(store, place, host, {**chosen, "fold": fold}, gpus=gpus, force=force)

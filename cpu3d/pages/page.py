@@ -3,13 +3,11 @@
 import base64
 import datetime
 import json
-import math
 from pathlib import Path
 from typing import Any, List, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import writable_folder
-from memory_estimator.common.units import format_bytes
 from memory_estimator.installed import as_typed
 
 
@@ -55,23 +53,12 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
             pairs += flat(value, name)
         return pairs
     nested = (dict, list, tuple)
+    text = json.dumps(content)
     if isinstance(content, str):
         text = content
-    elif prefix.endswith("_bytes") and isinstance(content, int):
-        prefix = prefix[: -len("_bytes")]
-        text = format_bytes(content)
     elif isinstance(content, (list, tuple)) and not any(isinstance(v, nested) for v in content):
         text = ", ".join(map(str, content)) or "-"
-    else:
-        text = json.dumps(content)
     return [(prefix, text)]
-
-
-def percent(share: Any) -> str:
-    """A share such as "12.5 %", and "-" for what is no finite number."""
-    if isinstance(share, (int, float)) and math.isfinite(share):
-        return f"{100 * share:.1f} %"
-    return "-"
 
 
 def _picture_url(png: bytes) -> str:

@@ -16,7 +16,6 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.data.fold import with_fold
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of, read_rules
 from cpu3d.inference.scores_file import UNTOUCHED, scores_table, warning
-from cpu3d.pages.page import percent
 from cpu3d.plan import reasons_of
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.pictures import score_pictures
@@ -51,10 +50,6 @@ class Options:
 
 OPTIONS = (Options,)
 
-PROCESS = "run_process_peak_bytes"
-ALLOCATOR = "run_allocator_peak_bytes"
-"""Predictions in the log, by their names there."""
-
 
 def run(options: Options) -> int:
     say(f"written: {write_report(options.run, options.out)}", stderr=False)
@@ -73,6 +68,12 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     scores, note = current_scores(run.folder, [run.folder], (UNTOUCHED, "val", "train"))
     if not (scores or note):
         note = f"No scores yet: run `evaluate --run {run.folder}` and then `report` again."
+    notes = [note] if note else []
+    if not run.history.last_step:
+        notes.append("No training step is in log.jsonl yet, so there are no curves.")
+    if scores and scores["split_hash"] != run.config.split_hash:
+        other = f"The scores are of another split, {scores['split_hash']}"
+        notes.append(f"{other}: run `evaluate` again.")
     places = [run.config.store]
     if scores:
         places.insert(0, scores["store"])
@@ -102,7 +103,7 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
             "Memory and time": [_costs(run, scores)],
             "Settings": [Folded("Cases of each split", Table(("", ""), ids, names=2))],
         },
-        notes=[*filter(None, [note]), *_missing(run, scores)],
+        notes=notes,
         alert=" ".join(alerts),
     )
     return out
@@ -131,17 +132,6 @@ def _inference(scores: Mapping[str, Any]) -> str:
     if how["window"]:
         words = f"window of {by(how['window'], ' x ')}, {100 * how['overlap']:g} % overlap"
     return f"{words}, mean of mirror images" if how["flips"] else words
-
-
-def _missing(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> List[str]:
-    """Notes on what is missing and how to make it, one sentence each."""
-    notes = []
-    if not run.history.last_step:
-        notes.append("No training step is in log.jsonl yet, so there are no curves.")
-    if scores and scores["split_hash"] != run.config.split_hash:
-        hint = "run `evaluate` again"
-        notes.append(f"The scores are of another split, {scores['split_hash']}: {hint}.")
-    return notes
 
 
 def _scores_section(scores: Mapping[str, Any]) -> List[Element]:
@@ -201,17 +191,20 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     predict_s = predict_s[1:] or predict_s  # the first one also starts what computes
     in_bytes = format_bytes
     in_s = format_seconds
+    in_percent = "{:.1%}".format
+    process = most("run_process_peak_bytes")
+    allocator = most("run_allocator_peak_bytes")
     rows: Sequence[Tuple[str, Any, Any, str, Optional[float]]] = (
-        ("peak memory of the process", peak, in_bytes, "with mapped files", most(PROCESS)),
+        ("peak memory of the process", peak, in_bytes, "with mapped files", process),
         ("upper bound of the plan", peak if bound else None, in_bytes, "of the process", bound),
-        (f"allocator on {device}", costs.allocator_peak_bytes, in_bytes, scratch, most(ALLOCATOR)),
+        (f"allocator on {device}", costs.allocator_peak_bytes, in_bytes, scratch, allocator),
         ("time per coarse step", coarse_s, in_s, of_step, most("coarse_step_s")),
         ("time per step", full_s, in_s, of_step, most("step_s")),
-        ("waiting for data", _share(costs.wait_s, costs.steps_s), percent, "of all steps", None),
+        ("waiting for data", _share(costs.wait_s, costs.steps_s), in_percent, "of all steps", None),
         (
             "validation and checkpoints",
             _share(overhead_s, all_s),
-            percent,
+            in_percent,
             "of the whole time",
             None,
         ),

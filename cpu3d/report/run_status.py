@@ -38,7 +38,6 @@ ALIVE = ("running", "starting", "stopping")
 FINE = (*ALIVE, "finished")  # states that need no attention
 GONE = ("killed", "silent")  # of a worker that has noted no end
 UNDECIDED = "undecided"  # a run whose steps are done and whose post-processing is not decided
-DECIDES = "the run's `train`, or `choose_rules(run)` from Python, decides it"
 IDLE = (*GONE, "broken off", "unknown", "interrupted", "finished")  # of no effect on a finished run
 
 
@@ -247,7 +246,7 @@ def _advice(
         more = f"`report --run {run}` shows it; {ENDINGS[0].advice}"
         return f"`evaluate --run {run}` scores it, {more}"
     if state == UNDECIDED:
-        return DECIDES
+        return "the run's `train`, or `choose_rules(run)` from Python, decides it"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
         again = f"the same command continues from step {checkpoint['step']}"

@@ -218,12 +218,8 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     """An image as `(X, Y, Z, C)` of finite numbers."""
     if array.ndim != 4:
         array = array[..., None]
-    if alone:
-        most = MOST_CHANNELS
-        rule = f"have at most {most} channels"
-    else:
-        most = 1
-        rule = "be 3D beside other images"
+    most = MOST_CHANNELS if alone else 1
+    rule = f"have at most {most} channels" if alone else "be 3D beside other images"
     if array.shape[3] > most:
         got = f"{array.shape[3]} channels"
         raise InputError(f"--image {path} must {rule}, got {got}; give other images or one alone")

@@ -37,7 +37,12 @@ class Folds:
     @property
     def names(self) -> List[str]:
         """The folds, as "1/5"."""
-        return [f"{number}/{self.count}" for number in range(1, self.count + 1)]
+        return fold_names(self.count)
+
+
+def fold_names(count: int) -> List[str]:
+    """All folds of so many, as "1/5"."""
+    return [f"{number}/{count}" for number in range(1, count + 1)]
 
 
 def save_folds(folder: Path, folds: Folds) -> None:

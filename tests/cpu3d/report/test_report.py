@@ -76,8 +76,8 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
         assert case["truth"]
         assert len(case["predictions"]) == 1
         assert f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"]
-    assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
-    assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
+    assert "waiting for data 1.0%" in text  # 0.02 of 2 s
+    assert "9.1%" in text  # 2 x (3 + 1) s beside 40 x 2 s
     for part in ("Loss", "Dice", "Time", "Learning rate", "Memory"):
         assert any(part in title for title in PICTURE.findall(page)), part
     assert "NOT untouched" not in text
