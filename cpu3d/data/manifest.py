@@ -298,12 +298,12 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
 
 def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
     """The file of a case's image, `kind` "x", its label, "y", or its source's label, "t"."""
-    return Path(folder) / "cases" / f"{record.case_id}.{kind}.{record.format}"
+    return folder / "cases" / f"{record.case_id}.{kind}.{record.format}"
 
 
 def record_path(folder: Path, case_id: str) -> Path:
     """The file of a case's record."""
-    return Path(folder) / "cases" / f"{case_id}.json"
+    return folder / "cases" / f"{case_id}.json"
 
 
 def record_bytes(record: CaseRecord) -> bytes:

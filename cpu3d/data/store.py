@@ -45,7 +45,7 @@ class Store:
     """A store open for reading. Arrays are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.folder = Path(folder)
+        self.folder = folder
         self.manifest = manifest
         self._reader = Reader(self.folder)
         self._cases = {case.case_id: case for case in manifest.cases}
@@ -166,12 +166,11 @@ def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
     return fields
 
 
-def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
+def write_store(folder: Path, manifest: Manifest) -> None:
     """Write the records of the cases, where they are others than those that are there, then the
     manifest, so that a reader sees the old store or the whole new one.
 
     The arrays must have been written."""
-    folder = Path(folder)
     (folder / "cases").mkdir(exist_ok=True)
     sums = {}
     for record in manifest.cases:

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 from cpu3d.errors import InputError, raise_if_any
@@ -66,27 +66,6 @@ def check_printable(where: Any, names: Iterable[str]) -> None:
     raise_if_any(f"{rule}, got {name!a}; rename it" for name in odd)
 
 
-def composed(name: str) -> str:
-    """A name in the Unicode form that names are compared in: an accent may be a character of its
-    own, as macOS writes it, or be one with its letter."""
-    return unicodedata.normalize("NFC", name)
-
-
-def file_named(folder: Path, name: str) -> Path:
-    """The file of a relative path in `folder`, where a name may be written in another Unicode
-    form."""
-    path = folder / name
-    if name.isascii() or path.exists():
-        return path
-    path = folder
-    for part in PurePosixPath(name).parts:
-        same = []
-        if path.is_dir() and not (path / part).exists():
-            same = [each for each in path.iterdir() if composed(each.name) == composed(part)]
-        path = same[0] if same else path / part
-    return path
-
-
 def volumes_in(folder: Path) -> List[Path]:
     """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
     named = (path for path in sorted(folder.iterdir()) if is_volume(path))
@@ -109,20 +88,20 @@ def folders_with_volumes(folder: Path, out: Optional[Path] = None) -> List[Path]
 
 
 def name_of(folder: Path) -> str:
-    """A folder's name, `composed`."""
-    return composed(folder.resolve().name)
+    """A folder's name, also of "." and of a link."""
+    return folder.resolve().name
 
 
 def stem_of(path: Path) -> str:
-    """A volume's name without its ending, `composed`."""
-    return composed(VOLUME_END.sub("", path.name))
+    """A volume's name without its ending."""
+    return VOLUME_END.sub("", path.name)
 
 
 def ids_of_cases(names: Sequence[str], images: Sequence[Path]) -> List[str]:
     """The ids of cases by the names of their files, given with an image of each; where more cases
     differ in the name of a folder, as of files that have the same name in each patient's, that of
     the nearest such."""
-    folders = [Path(composed(str(image.absolute()))).parent.parts[::-1] for image in images]
+    folders = [image.absolute().parent.parts[::-1] for image in images]
     ids = max((names, *zip(*folders)), key=lambda level: len({*level} - {""}), default=())
     return [name or nearest[0] for name, nearest in zip(ids, folders)]
 

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
@@ -44,10 +44,10 @@ def choose_read_mode(file_system: str) -> str:
     return "mmap"
 
 
-def file_system(path: Union[str, Path]) -> str:
-    """Return the type of the file system of `path`, such as "ext4" or "nfs4"; "" if it is not
+def file_system(folder: Path) -> str:
+    """Return the type of the file system of `folder`, such as "ext4" or "nfs4"; "" if it is not
     known."""
-    path = os.path.realpath(path)
+    path = os.path.realpath(folder)
     kind = ""
     longest = 0
     with contextlib.suppress(OSError):
@@ -68,8 +68,8 @@ class Reader:
     damaged, and for a label of a case without one; OSError, with the file's name, if the disk
     fails."""
 
-    def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, mode: str = "mmap"):
+        self.folder = folder
         self.mode = mode
 
     def array(self, record: CaseRecord, kind: str, slices: Optional[Slices] = None) -> Array:

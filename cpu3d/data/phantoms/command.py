@@ -13,7 +13,7 @@ import contextlib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 
@@ -21,9 +21,8 @@ from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import affine_rows, write_volume
 from cpu3d.data.phantoms.ct import CT_CHANNELS, CT_LABELS, ct_case
 from cpu3d.data.phantoms.head import CHANNELS, LABELS, VERSION, phantom_case
-from cpu3d.data.region import Array, Shape3, require, xyz
+from cpu3d.data.region import Array, Shape3, require
 from cpu3d.data.stores.folder import claimed
-from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import run_jobs, worker_count
 from cpu3d.util.progress import bar, say
@@ -96,7 +95,7 @@ class Drawing:
 
 
 def write_phantom(
-    out: Union[str, Path],
+    out: Path,
     *,
     cases: int,
     shape: Shape3 = USUAL_SHAPE,
@@ -108,10 +107,8 @@ def write_phantom(
     """Write `cases` phantom cases below `out` and return that folder.
 
     Case n depends on (seed, n) and on shape and kind alone, so more can be added later;
-    `annotate_every` changes labels alone. Raises InputError for a shape out of range or that does
-    not fit into memory, and a folder with other files or in use."""
-    out = Path(out)
-    shape = xyz(shape)
+    `annotate_every` changes labels alone. Raises InputError for a shape out of range, and a folder
+    with other files or in use; MemoryError as `run_jobs`."""
     drawing = Drawing(shape, seed, kind, annotate_every)
     is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
     require(("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape))
@@ -120,13 +117,9 @@ def write_phantom(
     with claimed(out, "phantom folder", "phantom.json", settings, folders):
         job = functools.partial(_write_case, out, drawing)
         results = run_jobs(job, range(cases), worker_count(workers))
-        try:
-            with contextlib.closing(results), bar("phantom", cases) as advance:
-                for _ in results:
-                    advance()
-        except MemoryError:
-            advice = "choose a smaller one or run again with fewer --workers"
-            raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
+        with contextlib.closing(results), bar("phantom", cases) as advance:
+            for _ in results:
+                advance()
         write_json(out / "dataset.json", _dataset_json(cases, drawing))
     say(f"{cases} phantom cases of {by(shape)} in {out}", stderr=False)
     return out

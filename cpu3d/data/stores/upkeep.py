@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Dict, List, Optional, Tuple
 
 from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
 from cpu3d.data.datasets.dataset import regions_in_words
@@ -128,7 +128,7 @@ def action(name: str) -> SimpleNamespace:
     return SimpleNamespace(OPTIONS=(options,), run=run, __doc__=options.__doc__)
 
 
-def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
+def verify(store_dir: Path, *, workers: Optional[int] = None) -> Tuple[str, ...]:
     """All problems of a store's arrays, whose length, header and SHA-256 are compared with their
     records. Raises InputError as `open_store`."""
     store = open_store(store_dir)
@@ -143,8 +143,8 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
 
 
 def append(
-    store_dir: Union[str, Path],
-    dataset_dir: Union[str, Path],
+    store_dir: Path,
+    dataset_dir: Path,
     *,
     workers: Optional[int] = None,
     skip_bad: bool = False,

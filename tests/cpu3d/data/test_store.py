@@ -34,7 +34,6 @@ def test_a_case_without_a_label_has_none(tmp_path):
         (lambda content: content.update(schema=1), "of schema 2, got schema 1"),
         (lambda content: content.pop("labels"), "complete"),
         (lambda content: content["regions"].update({"\x1b": [1]}), r"control .*, got '\\x1b'"),
-        (lambda content: content.update(split_seed="x"), r"manifest.split_seed must be int, got x"),
         (lambda content: content["split"]["val"].append("a"), "got a split of other cases"),
         (lambda content: content["cases"].update(a="0"), r"a\.json must .*, got other bytes"),
         (lambda content: content["cases"].update({"../c": "0"}), "complete JSON"),
@@ -55,7 +54,6 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(tiny_store,
     [
         {"regions": {"ET": [3], "WT": [1, 2, 3], "TC": [2, 3]}},  # in another order
         {"sha256": ""},
-        {"split_seed": float("nan")},
     ],
 )
 def test_a_manifest_that_is_edited_is_refused(tiny_store, change):

@@ -4,11 +4,9 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.datasets.layouts import read_dataset
-from cpu3d.data.phantoms import command as phantom_module
 from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.phantoms.ct import ct_case
 from cpu3d.data.phantoms.head import phantom_case
-from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import content_of
 
 SMALL = (40, 48, 36)
@@ -56,9 +54,7 @@ def test_of_slices_that_are_annotated_now_and_then_the_others_are_to_be_ignored(
     np.testing.assert_array_equal(read(sparse.cases[0].label), expected)
 
 
-def test_a_shape_out_of_range_or_beyond_memory_and_another_seed_are_refused(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_shape_out_of_range_and_another_seed_are_refused(tmp_path, capsys):
     words = ["phantom", "--out", str(tmp_path / "p"), "--cases", "1", "--workers", "1", "--shape"]
     assert main([*words, "23", "64", "64"]) == 2
     assert "--shape must be from 24" in capsys.readouterr().err
@@ -67,9 +63,6 @@ def test_a_shape_out_of_range_or_beyond_memory_and_another_seed_are_refused(
     assert main(words) == 0
     assert main([*words, "--seed", "1"]) == 2
     assert "seed of phantom folder" in capsys.readouterr().err
-    monkeypatch.setattr(phantom_module, "phantom_case", lambda *_: np.empty(1 << 62, np.uint8))
-    with pytest.raises(InputError, match="--shape must fit"):
-        write_phantom(tmp_path / "q", cases=1, shape=SMALL, workers=1)
 
 
 @pytest.mark.parametrize(("shape", "index"), [((80, 72, 60), 0), ((24, 24, 24), 3)])

@@ -13,11 +13,10 @@ from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.made_datasets import dataset_json
+from tests.cpu3d.data.made_datasets import ALL, dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set
 
 ISO = (1.0, 1.0, 1.0)
-ALL = {"fractions": (1, 0, 0), "workers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +35,13 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     assert "0.8 x 0.8 x 1 to 2 x 2 x 4 mm" in printed
     assert "1 x 1 x 1 mm, 3 cases resampled" in printed
     store = open_store(folder)
-    for record in store.manifest.cases:
-        case_id = record.case_id
-        is_resampled = SPACINGS[case_id] != ISO
+    for case_id, spacing_mm in SPACINGS.items():
+        record = store.case(case_id)
         assert record.spacing_mm == pytest.approx(ISO)
-        assert (record.resampled_from is not None, bool(record.units)) == (is_resampled,) * 2
+        assert (record.resampled_from is not None) == bool(record.units) == (spacing_mm != ISO)
         source = to_ras(*read_volume(data / f"labelsTr/{case_id}.nii.gz"))
         np.testing.assert_array_equal(store.truth(case_id), source)
-        assert store.image(case_id).shape == (48, 40, 32, 2)
-        assert store.label(case_id).shape == (48, 40, 32)
+        assert store.image(case_id).shape == (*store.label(case_id).shape, 2) == (48, 40, 32, 2)
     assert verify(folder, workers=1) == ()
     for path in folder.glob("cases/*.t.*"):
         path.write_bytes(path.read_bytes()[:-1] + b"\x07")
@@ -96,10 +93,9 @@ def test_a_store_stays_at_the_spacing_that_it_was_begun_with(data, tmp_path, fin
 
 
 def test_new_cases_are_resampled_as_the_stores_own(data, tmp_path):
-    few = {case_id: SPACINGS[case_id] for case_id in "abd"}
-    spaced_set(tmp_path / "few", few)
+    few = spaced_set(tmp_path / "few", {case_id: SPACINGS[case_id] for case_id in "abd"})
     store = tmp_path / "store"
-    prepare(tmp_path / "few", store, **ALL)
+    prepare(few, store, **ALL)
     done = append(store, data, workers=1)
     assert done.new == ("c", "e", "f", "g")
     assert done.manifest.target_spacing_mm == (1.0, 1.0, 2.0)
@@ -113,14 +109,14 @@ def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
         content["labels"]["9"] = "not drawn"
     path = data / "labelsTr/b.nii.gz"
     label, geometry = read_volume(path)
-    label = label.copy()
-    label[:20] = 9  # about the half of the field, in which the head reaches
-    write_volume(path, to_ras(label, geometry), geometry)
+    label = to_ras(label, geometry).copy()
+    label[28:] = 9  # about the half of the field, in which the head reaches
+    write_volume(path, label, geometry)
     manifest = prepare(data, tmp_path / "store", **ALL, ignore=9)
     assert (manifest.ignore, manifest.target_spacing_mm) == (9, ISO)
     store = open_store(tmp_path / "store")
-    np.testing.assert_array_equal(store.truth("b") == 9, to_ras(label, geometry) == 9)
+    np.testing.assert_array_equal(store.truth("b"), label)
     half = np.zeros((48, 40, 32), bool)
-    half[28:] = True  # the file's first axis runs to the left
+    half[28:] = True
     box = store.case("b").box.slices(half.shape)
     np.testing.assert_array_equal((store.label("b") == 9)[box], half[box])

@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import re
-import unicodedata
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,9 @@ from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import decathlon
 
-THIRDS = (0.8, 0.1, 0.1)
+TENTHS = (0.8, 0.1, 0.1)
+PATIENTS = st.dictionaries(st.text(min_size=1), st.sampled_from("abcdefghijkl"), min_size=1)
+"""Case id -> patient."""
 
 
 def one_each(count):
@@ -25,7 +26,7 @@ def one_each(count):
 
 
 def test_the_split_is_the_one_it_has_always_been():
-    assert split_cases(one_each(10), fractions=THIRDS, seed=0) == {
+    assert split_cases(one_each(10), fractions=TENTHS, seed=0) == {
         "train": ("case0", "case1", "case3", "case4", "case5", "case6", "case7", "case8"),
         "val": ("case2",),
         "test": ("case9",),
@@ -49,22 +50,25 @@ def test_shares_are_near_the_fractions_and_never_nothing_where_something_was_ask
     assert tuple(map(len, split.values())) == sizes
 
 
-@given(st.dictionaries(st.text(min_size=1), st.integers(0, 20), min_size=1), st.integers(0, 5))
+def patients_in(parts, patients):
+    """How many patients each part has. Every case is in one part, and so is every patient."""
+    assert sorted(case_id for part in parts for case_id in part) == sorted(patients)
+    counts = [len({patients[case_id] for case_id in part}) for part in parts]
+    assert sum(counts) == len(set(patients.values()))
+    return counts
+
+
+@given(PATIENTS, st.integers(0, 5))
 def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
-    patients = {case: f"patient{number}" for case, number in patients.items()}
     if len(set(patients.values())) < 3:
         with pytest.raises(InputError, match="at least 3 patients"):
-            split_cases(patients, fractions=THIRDS, seed=seed)
+            split_cases(patients, fractions=TENTHS, seed=seed)
         return
-    split = split_cases(patients, fractions=THIRDS, seed=seed)
-    everyone = [case for part in split.values() for case in part]
-    assert sorted(everyone) == sorted(patients)
-    owners = [{patients[case] for case in part} for part in split.values()]
-    assert all(owners)
-    assert sum(map(len, owners)) == len(set(patients.values()))
+    split = split_cases(patients, fractions=TENTHS, seed=seed)
+    assert min(patients_in(split.values(), patients)) > 0
 
 
-@pytest.mark.parametrize("text", ["6/5", "0/5", "1/1", "1", "-1/5", "01/5", "1/5\n"])
+@pytest.mark.parametrize("text", ["6/5", "0/5", "1/1", "1", "01/5", "1/5\n"])
 def test_what_is_no_fold_is_refused_with_the_rule(text):
     with pytest.raises(InputError, match=r"fold must be I/K with 1 <= I <= K and K >= 2, got "):
         parse_fold(text)
@@ -76,25 +80,16 @@ def test_the_folds_are_the_ones_they_have_always_been():
     assert held_out == [("case0", "case2", "case3"), ("case1", "case4")]
 
 
-@given(
-    st.dictionaries(st.text(min_size=1), st.integers(0, 12), min_size=1, max_size=30),
-    st.integers(2, 6),
-    st.integers(0, 5),
-)
-def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, parts, seed):
-    patients = {case_id: f"patient{owner}" for case_id, owner in owners.items()}
+@given(PATIENTS, st.integers(2, 6), st.integers(0, 5))
+def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(patients, parts, seed):
     count = len(set(patients.values()))
     if count < parts:
-        with pytest.raises(
-            InputError, match=rf"at most as many as .* validate on, {count}, got 1/{parts}"
-        ):
+        with pytest.raises(InputError, match=rf"at most .* on, {count}, got 1/{parts}"):
             deal(patients, f"1/{parts}", seed=seed)
         return
     held_out = [deal(patients, f"{part}/{parts}", seed=seed) for part in range(1, parts + 1)]
-    assert sorted(case_id for part in held_out for case_id in part) == sorted(patients)
-    owners = [{patients[case_id] for case_id in part} for part in held_out]
-    assert sum(map(len, owners)) == count
-    assert max(map(len, owners)) - min(map(len, owners)) <= 1
+    counts = patients_in(held_out, patients)
+    assert max(counts) - min(counts) <= 1
 
 
 def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(tiny_store):
@@ -137,22 +132,17 @@ def dataset(tmp_path):
         ("TCGA-02-0006_2000.01.01", "TCGA-02-0006"),
         ("sub-01_ses-02", "sub-01"),
         ("patient001_frame01", "patient001"),
-        ("Patient-001_week-000-1", "Patient-001"),
         ("UCSF-PDGM-0409_FU002d", "UCSF-PDGM-0409"),
-        ("PatientID_0003_Timepoint_1", "PatientID_0003"),
         ("A0S9V9_sa_ED", "A0S9V9"),
         ("001_pre-op", "001"),
         ("OAS30001_MR_d0129", "OAS30001"),
-        ("UCSF-PDGM-0409_nifti", "UCSF-PDGM-0409"),
         ("2_midRT", "2"),
-        ("p1_2000-01-01", "p1"),
         ("site1_day1_p1", None),
         ("case_00012_T1", None),
         ("10000_1000000", "10000"),
         ("BRATS_001", None),
         ("LUNG1-001", None),
         ("sub-001-002", None),
-        ("lung_frame_1", None),
         ("ES_001", None),
         ("FLARE22_Tr_0001", None),
         ("BraTS-GLI-00005-1000", None),
@@ -192,16 +182,17 @@ def test_a_table_of_patients_may_be_written_as_spreadsheets_do(tmp_path, text):
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        *((b"a,p", "case b"), (b"a,p\na,q\nb,p", ":2"), (b"a\nb,p", ":1"), (b"a,\nb,p", ":1")),
-        *((b"\xff", "UTF-8"), ("a,p\nb,p".encode("utf-16"), "UTF-16.*UTF-8")),
+        (b"a,p", "case b"),
+        (b"a,p\na,q\nb,p", ":2"),
+        (b"a\nb,p", ":1"),
+        (b"a,\nb,p", ":1"),
+        (b"\xff", "UTF-8"),
     ],
 )
 def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, content, named):
     (tmp_path / "table").write_bytes(content)
     with pytest.raises(InputError, match=rf"--patients .*table.*{named}"):
         read_patients(tmp_path / "table", ["a", "b"])
-    with pytest.raises(InputError, match="--patients"):
-        read_patients(tmp_path, ["a", "b"])
 
 
 def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them_from(
@@ -210,8 +201,8 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     store = tmp_path / "store"
     table = tmp_path / "table"
     table.write_text("a,p\nb,q\nc,r\nd,q\n")
-    old = prepare(dataset("a", "b", "c"), store, fractions=(1, 1, 1), workers=1, patients=table)
-    more = dataset("a", "b", "c", "d", folder="more")
+    old = prepare(dataset(*"abc"), store, fractions=(1, 1, 1), workers=1, patients=table)
+    more = dataset(*"abcd", folder="more")
     with pytest.raises(InputError, match="--patients must be given"):
         append(store, more, workers=1)
     manifest = append(store, more, workers=1, patients=table).manifest
@@ -233,15 +224,15 @@ ONE = {"train": ["a", "b"], "val": ["c"]}
 
 
 @pytest.fixture
-def folds(tmp_path):
-    """folds(content): a file with this content as JSON."""
+def split_as(tmp_path):
+    """split_as(content, data, store="store", **more): `prepare` with a file of these folds."""
 
-    def write(content):
+    def run(content, data, store="store", **more):
         path = tmp_path / "splits_final.json"
         path.write_text(json.dumps(content))
-        return path
+        return prepare(data, tmp_path / store, workers=1, splits=path, **more)
 
-    return write
+    return run
 
 
 @pytest.mark.parametrize("shares", [(0.9, 0.2, 0.0), (70.5, 10.0, 10.5)])
@@ -251,11 +242,10 @@ def test_fractions_that_do_not_sum_to_one_are_refused(shares):
         split_cases(patients, fractions=shares, seed=0)
 
 
-def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, folds):
-    store = tmp_path / "store"
-    data = dataset("a", "b", "c", "d")
-    manifest = prepare(data, store, workers=1, splits=folds(TWO))
-    opened = open_store(store)
+def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, split_as):
+    data = dataset(*"abcd")
+    manifest = split_as(TWO, data)
+    opened = open_store(tmp_path / "store")
     own = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
     assert manifest.split == own, "without --fold as fold 1; what no fold names is untouched"
     assert with_fold(opened, "1/2").manifest.split == own
@@ -264,32 +254,34 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
     both = {"train": ("b",), "val": ("a", "c"), "test": ("d",)}  # what both train on
     assert with_folds(opened, ["1/2", "2/2"]).manifest.split == both
     with pytest.raises(InputError, match="--seed must be left out with --splits, got 1"):
-        prepare(data, store, workers=1, splits=folds(TWO), seed=1)
+        split_as(TWO, data, seed=1)
     with pytest.raises(InputError, match=r"fold must be one of the 2 .*, got 1/3"):
         with_fold(opened, "1/3")
-    assert prepare(data, store, workers=1, splits=folds(TWO)) == manifest
-    more = dataset("a", "b", "c", "d", "e", folder="more")
+    assert split_as(TWO, data) == manifest
     with pytest.raises(InputError, match=r"must have a drawn split .*, got 2 given folds"):
-        append(store, more, workers=1)
+        append(tmp_path / "store", dataset(*"abcde", folder="more"), workers=1)
 
 
-def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, dataset, folds):
-    data = dataset("a", "b", "c")
-    hashes = {prepare(data, tmp_path / "drawn", workers=1).split_hash}
-    for number, content in enumerate((TWO, [TWO[0], {**TWO[1], "train": ["b"]}])):
-        given = tmp_path / f"given{number}"
-        hashes.add(prepare(data, given, workers=1, splits=folds(content)).split_hash)
+def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, dataset, split_as):
+    data = dataset(*"abc")
+    others = [TWO[0], {**TWO[1], "train": ["b"]}]
+    drawn = tmp_path / "drawn"
+    made = [prepare(data, drawn, workers=1), split_as(TWO, data), split_as(others, data, "others")]
+    hashes = {manifest.split_hash for manifest in made}
     assert len(hashes) == 3, "a run of other folds has seen other cases"
-    for store, splits in (("drawn", folds(TWO)), ("given1", folds(TWO)), ("given0", None)):
+    for make in (
+        lambda: split_as(TWO, data, "drawn"),
+        lambda: split_as(TWO, data, "others"),
+        lambda: prepare(data, tmp_path / "store", workers=1),
+    ):
         with pytest.raises(InputError, match=r"must keep its content.*--split"):
-            prepare(data, tmp_path / store, workers=1, splits=splits)
+            make()
 
 
 @pytest.mark.parametrize(
     ("content", "problems"),
     [
         ([], ["must be JSON of folds .* length >= 1"]),
-        ({**ONE, "test": []}, ["must be JSON of folds .*`test`"]),
         ({**ONE, "val": ["\x1b[2J"]}, [r"control characters, got '.x1b\[2J'"]),
         ([ONE, {"train": [], "val": ["a"]}], [r"must be JSON of folds .*\[1\].train"]),
         ([ONE, {"train": ["b", "b"], "val": ["b"]}], ["case b .* fold 2 .* once, got 3"]),
@@ -298,10 +290,10 @@ def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, da
     ],
 )
 def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_written(
-    tmp_path, dataset, folds, content, problems
+    tmp_path, dataset, split_as, content, problems
 ):
     with pytest.raises(InputError) as caught:
-        prepare(dataset("a", "b", "c"), tmp_path / "store", workers=1, splits=folds(content))
+        split_as(content, dataset(*"abc"))
     assert len(caught.value.problems) == len(problems)
     for line, pattern in zip(caught.value.problems, problems):
         assert re.search(pattern, line)
@@ -310,56 +302,43 @@ def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_writte
 
 
 @pytest.mark.parametrize("content", [[ONE], ONE])
-def test_a_single_division_is_the_stores_own_and_gives_no_folds(tmp_path, dataset, folds, content):
-    data = dataset("a", "b", "c", "d")
+def test_a_single_division_is_the_stores_own_and_gives_no_folds(
+    tmp_path, dataset, split_as, content
+):
+    data = dataset(*"abcd")
     store = tmp_path / "store"
-    manifest = prepare(data, store, workers=1, splits=folds(content))
+    manifest = split_as(content, data)
     assert manifest.split == {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
     assert manifest.folds == ()
-    for splits in (None, folds({"train": ["a"], "val": ["c"]})):
-        with pytest.raises(InputError, match="--split"):
-            prepare(data, store, workers=1, splits=splits)
-    more = dataset("a", "b", "c", "d", "e", folder="more")
-    split = append(store, more, workers=1).manifest.split
+    with pytest.raises(InputError, match="--split"):
+        prepare(data, store, workers=1)
+    with pytest.raises(InputError, match="--split"):
+        split_as({"train": ["a"], "val": ["c"]}, data)
+    split = append(store, dataset(*"abcde", folder="more"), workers=1).manifest.split
     assert sorted(sum(split.values(), ())) == list("abcde")
-    assert prepare(data, store, workers=1, splits=folds(content)).split == split
+    assert split_as(content, data).split == split
 
 
-def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset, folds):
-    composed = ("\u00e91", "\u00e92", "\u00e93")
-    decomposed = [unicodedata.normalize("NFD", name) for name in composed]  # files from macOS
-    data = dataset(*decomposed)
-    table = tmp_path / "table"
-    table.write_text("".join(f"{name},p{name}\n" for name in composed))
-    content = {"train": [composed[0], decomposed[1]], "val": [composed[2]]}
-    manifest = prepare(data, tmp_path / "store", workers=1, splits=folds(content), patients=table)
-    assert manifest.split == {"train": composed[:2], "val": composed[2:], "test": ()}
-
-
-def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, dataset, folds):
-    data = dataset("a", "b", "c", "d")
-    store = tmp_path / "store"
+def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, dataset, split_as):
+    data = dataset(*"abcd")
     table = tmp_path / "table"
     table.write_text("a,p\nb,q\nc,p\nd,q\n")
-    more = {"workers": 1, "splits": folds(TWO)}
     with pytest.raises(InputError) as caught:
-        prepare(data, store, **more, patients=table)
+        split_as(TWO, data, patients=table)
     words = "\n".join(caught.value.problems)
     assert "patient p must be in one split, got a in train and c in val" in words
     assert "patient q must be in one split, got b in train and d in test" in words
     assert "fold 2: patient p" in words
-    assert not store.exists()
+    assert not (tmp_path / "store").exists()
     (data / "imagesTr/c.nii.gz").write_bytes((data / "imagesTr/b.nii.gz").read_bytes())
     with pytest.raises(InputError, match=r"fold 1: image of cases .* identical voxels"):
-        prepare(data, store, **more)
+        split_as(TWO, data)
 
 
-def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(tmp_path, dataset, folds):
-    data = dataset("a", "b", "c")
-    store = tmp_path / "store"
+def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(dataset, split_as):
+    data = dataset(*"abc")
     (data / "imagesTr/a.nii.gz").unlink()
     with pytest.raises(InputError, match="val of fold 2 must have cases, got bad ones"):
-        prepare(data, store, workers=1, splits=folds(TWO), skip_bad=True)
-    content = [ONE, {"train": ["a", "c"], "val": ["b"]}]
-    manifest = prepare(data, store, workers=1, splits=folds(content), skip_bad=True)
+        split_as(TWO, data, skip_bad=True)
+    manifest = split_as([ONE, {"train": ["a", "c"], "val": ["b"]}], data, skip_bad=True)
     assert manifest.folds == ({"train": ("b",), "val": ("c",)}, {"train": ("c",), "val": ("b",)})
