@@ -9,8 +9,6 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate, live_at_peak
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import Group, Tensor, Timeline
-from memory_estimator.step.timing import op_seconds
-from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 
 SMALL = Job(
@@ -72,6 +70,7 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     assert extra["a case's files"] == volume * (4 * 2 + 1)
     larger = of(from_store=True, case_bytes=10**9).upper_bound_bytes - from_store.upper_bound_bytes
     assert larger == 10**9 - extra["a case's files"]
+    assert extra["saving and restoring"] == 2 * 4 * 27 * 64 * 64  # the largest kernel twice
     # For gamma it is whole in float32, with a copy of a channel to smooth.
     reworked = of(from_store=True, reworked=True).upper_bound_bytes
     assert reworked - from_store.upper_bound_bytes == volume * (4 * 4 + 4)
@@ -112,13 +111,7 @@ def test_a_step_is_its_micro_batches_and_one_update():
     two, three, four = (of(batch=batch, cases=8) for batch in (2, 3, 4))
     part_s = three.step_s - two.step_s
     assert four.step_s - three.step_s == pytest.approx(part_s)
-    job = dataclasses.replace(SMALL, batch=2)
-    program = training_step(job)
-    slot = "encoder0_conv1/slot0"  # which the first weight's update reads first of all
-    begin = next(index for index, op in enumerate(program.ops) if slot in op.reads)
-    update_s = sum(list(op_seconds(program, CONSTANTS, job))[begin:])
-    assert 0 < update_s < part_s
-    assert two.step_s == pytest.approx(2 * part_s + update_s)
+    assert 0 < two.step_s - 2 * part_s < part_s
     assert four.volume_s == pytest.approx(four.step_s / 4)
     assert four.epoch_s == pytest.approx(2 * four.step_s)
 
