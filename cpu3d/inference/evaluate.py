@@ -63,7 +63,7 @@ from cpu3d.inference.scores_file import (
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
-from cpu3d.util.atomic import OLD, check_folder, replace_files, writable_folder, write_json
+from cpu3d.util.atomic import check_folder, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
@@ -271,13 +271,12 @@ def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
     if out in (*together.runs, together.folder):
         return
     present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
-    is_cut_off = path.with_name(OLD).is_dir()  # while it replaced its own
     try:
         scores = read_scores(path)
         theirs = sorted(str(origin.get("run")) for origin in scores.get("runs", [scores]))
     except InputError:
         theirs = []
-    if present and not is_cut_off and theirs != sorted(map(str, together.runs)):
+    if present and theirs != sorted(map(str, together.runs)):
         rule = f"{present[0]} must be by `evaluate` of the runs that are named, to be replaced"
         got = f"scores of {listed(theirs)}" if theirs else "no scores of `evaluate`"
         raise InputError(f"{rule}, got {got}; choose another --out, or move it away")

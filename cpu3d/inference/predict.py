@@ -157,8 +157,7 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
         rule = "--out must not be a folder that is predicted on"
         raise InputError(f"{rule}, got {options.out}; choose another", *problems)
     raise_if_any(() if cases else problems)
-    todo, kept, refused = _to_do(predictor, cases, options, about, postprocessing)
-    problems += refused
+    todo, kept = _to_do(predictor, cases, options, about, postprocessing)
     writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
@@ -305,13 +304,12 @@ def _to_do(
     options: Options,
     about: Mapping[str, Any],
     postprocessing: PostProcessing,
-) -> Tuple[List[Tuple[Case, Dict[str, Any]]], List[str], List[str]]:
-    """Find the cases to predict, each with what its answer is made from; the names of those that
-    are kept; and what keeps others from being predicted. Raises InputError for other answers of
-    these cases, unless they are to be overwritten."""
+) -> Tuple[List[Tuple[Case, Dict[str, Any]]], List[str]]:
+    """Find the cases to predict, each with what its answer is made from, and the names of those
+    that are kept. Raises InputError for other answers of these cases, unless they are to be
+    overwritten."""
     todo = []
     kept = []
-    problems: List[str] = []
     others: Dict[str, List[str]] = {}  # what differs -> cases
     for case in cases:
         case_id = case.files.case_id
@@ -326,17 +324,13 @@ def _to_do(
                 changed = " (its label as it was changed since)"
                 kept.append(f"{case_id}{changed}" if is_changed(outputs, before) else case_id)
                 continue
-        try:
-            check_replaceable(outputs, before)
-            todo.append((case, made_from))
-        except InputError as error:
-            problems += error.problems
+        todo.append((case, made_from))
     raise_if_any(
         f"--out {options.out} must not hold other answers for its cases, got those of "
         f"{listed(ids)}, whose {names} differ; choose another --out, or give --overwrite"
         for names, ids in others.items()
     )
-    return todo, kept, problems
+    return todo, kept
 
 
 def _outputs(case: Case, options: Options) -> Outputs:

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.cases.resample import to_source_grid
-from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste, round_up
@@ -40,7 +39,9 @@ ADVICE = (
 class Predictor:
     """A run's weights, ready for any case with the same channels."""
 
-    weights_sha256 = ""  # of the file that the weights are from, if there is one
+    # The file of the run that the weights are from, if there is one.
+    checkpoint = ""
+    weights_sha256 = ""
 
     def __init__(
         self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED
@@ -168,20 +169,10 @@ def load_predictor(
     its weights are missing, damaged, or of another network."""
     path = weights_file(run, weights)
     settings = load_config(run)
-    loaded_sha256 = ""
-    file_hash = file_sha256(path)
-    while loaded_sha256 != file_hash:  # a training that goes on may replace the file meanwhile
-        loaded_sha256 = file_hash
-        config, arrays = load_weights(settings, path)
-        file_hash = file_sha256(path)
-    predictor = Predictor(config, arrays, inference)
-    predictor.weights_sha256 = loaded_sha256
+    loaded = run_weights(settings, path)
+    arrays = [loaded.arrays[name] for name in loaded.names]
+    # Weights of coarse steps predict on the coarse grid.
+    predictor = Predictor(config_of_state(settings, loaded.state), arrays, inference)
+    predictor.checkpoint = path.name
+    predictor.weights_sha256 = loaded.arrays.sha256
     return predictor
-
-
-def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
-    """A run's weights from one of its checkpoints, in Keras' order; and the run as they predict:
-    those of coarse steps on the coarse grid. Raises InputError as `load_predictor`."""
-    weights = run_weights(config, path)
-    arrays = [weights.arrays[name] for name in weights.names]
-    return config_of_state(config, weights.state), arrays

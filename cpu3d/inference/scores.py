@@ -39,7 +39,7 @@ have dropped."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
@@ -262,9 +262,8 @@ def score_region(
     # Lesions that grow together do so inside of this box.
     box = bounding_box(truth | prediction).slices(truth.shape)
     steps_mm = steps_of(spacing_mm)
-    # The longest diagonal: a sheared grid has four of different length.
-    corners = [np.multiply(truth.shape, (1, y, z)) for y in (1, -1) for z in (1, -1)]
-    diagonal_mm = float(max(np.linalg.norm(steps_mm @ corner) for corner in corners))
+    # The longest one: a sheared grid has four of different length.
+    diagonal_mm = float(np.linalg.norm(np.abs(steps_mm) @ truth.shape))
     if ignored is not None:  # with the neighbours of its outermost voxels
         box = xyz(slice(max(axis.start - 1, 0), axis.stop + 1) for axis in box)
         ignored = ignored[box]
@@ -278,11 +277,6 @@ def score_region(
         "detected_lesions": masks.lesions.detected,
         "empty": empty,
     }
-
-
-def has_region(scores: Mapping[str, Any]) -> bool:
-    """Whether the truth of a case has a region, by the region's scores."""
-    return scores.get("empty", "") not in ("truth", "both")
 
 
 def metric_notes(tolerance_mm: float) -> str:

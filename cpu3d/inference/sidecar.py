@@ -82,8 +82,8 @@ def check_replaceable(outputs: Outputs, before: Mapping[str, Any]) -> None:
 
 def remove_stale(outputs: Outputs, before: Mapping[str, Any]) -> None:
     """Remove the files written with the sidecar `before` that are not written again, as a page of
-    the answer before: they would not be of the label beside them."""
-    for name in before.get(FILES, ()):
-        path = outputs.sidecar.with_name(Path(name).name)  # a path may have been put there
-        if path.name == name and path not in outputs.paths:
-            path.unlink(missing_ok=True)
+    the answer before: they would not be of the label beside them. Only files beside the sidecar,
+    whatever paths may have been put there."""
+    for path in outputs.sidecar.parent.iterdir():
+        if path.name in before.get(FILES, ()) and path not in outputs.paths:
+            path.unlink()

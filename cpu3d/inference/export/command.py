@@ -25,7 +25,6 @@ import numpy as np
 
 from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.notes import case_notes, note_lines
-from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.errors import InputError, raise_if_any
@@ -35,7 +34,6 @@ from cpu3d.inference.export.contract import FILE, FILES, check_size, contract, e
 from cpu3d.inference.postprocessing.rules import PostProcessing, Regions
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of
 from cpu3d.inference.runs import WEIGHTS, Inference, store_of_run, training_notes
-from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import check_folder, replace_files, writable_folder, write_json
@@ -76,21 +74,18 @@ def run(options: Options) -> int:
         rule = f"--out {out} must be a new or an empty folder"
         raise InputError(f"{rule}, got one with files; choose another")
     check_folder(out, "--out")
-    config = load_config(options.run)
-    exported_config(config)  # before TensorFlow is loaded
+    exported_config(load_config(options.run))  # before TensorFlow is loaded
     if options.format == "onnx":
         require_onnx()
     set_up()
     from cpu3d.inference.export import formats  # imports TensorFlow, so not before
     from cpu3d.inference.export.network import ExportedPredictor
-    from cpu3d.inference.predictor import Predictor, load_weights
+    from cpu3d.inference.predictor import Predictor, load_predictor
 
-    # Once, as a run that continues replaces its last checkpoint.
-    path = weights_file(options.run, options.weights)
-    config, weights = load_weights(config, path)
+    own = load_predictor(options.run, options.weights, ONE_PASS)
+    config = own.config
     exported = exported_config(config)
-    own = Predictor(config, weights, ONE_PASS)
-    exact = own if exported == config else Predictor(exported, weights, ONE_PASS)
+    exact = own if exported == config else Predictor(exported, own.weights, ONE_PASS)
     record, image, channels = _case_to_try(options, config, own)
     if not exact.window:
         check_size(exported, record, exact.region(record))
@@ -101,13 +96,13 @@ def run(options: Options) -> int:
         "run": str(options.run.resolve()),
         "versions": versions(),
         "weights": options.weights,
-        "checkpoint": path.name,
-        "weights_sha256": file_sha256(path),
+        "checkpoint": own.checkpoint,
+        "weights_sha256": own.weights_sha256,
     }
     writable_folder(out, "--out")
     write = {"onnx": formats.write_onnx, "savedmodel": formats.write_saved_model}[options.format]
     with replace_files(out, (about["file"], FILE)) as new:
-        write(exported, weights, new / about["file"])
+        write(exported, own.weights, new / about["file"])
         write_json(new / FILE, about)
         answers = ExportedPredictor(new, ONE_PASS).probabilities(image, record, channels)
         expected = exact.probabilities(image, record, channels)

@@ -5,7 +5,6 @@ A SavedModel is readable by TensorFlow alone, without this project or Keras. The
 converter: tf2onnx pins a protobuf older than TensorFlow's. ONNX has channels first, so the image is
 transposed on the way in and the answer on the way out."""
 
-import os
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
@@ -13,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.normalise import Kind, Normalisation
-from cpu3d.errors import FULL, InputError, NoRoomError
+from cpu3d.errors import InputError
 from cpu3d.inference.export.contract import OUTPUT, inputs_of
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_bytes
@@ -31,7 +30,7 @@ IR_VERSION = 8
 @tf.autograph.experimental.do_not_convert
 def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: Path) -> None:
     """Write the network of an `exported_config` with a run's weights, in Keras' order, to `folder`,
-    with the one signature "serving_default". Raises NoRoomError for a full disk."""
+    with the one signature "serving_default". Raises OSError for a full disk."""
     model = build_unet3d(config.unet, config.grid, batch_size=1)
     model.set_weights(weights)
     network = tf.keras.Model(model.input, finest(model.output))  # of plain layers
@@ -53,10 +52,7 @@ def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: 
     try:
         tf.saved_model.save(module, str(folder), signatures=signatures, options=options)
     except tf.errors.ResourceExhaustedError as error:
-        for code in FULL:
-            if os.strerror(code) in error.message:
-                raise NoRoomError(code, os.strerror(code), str(folder)) from None
-        raise  # of the memory
+        raise OSError(f"{folder} must have room, got {error.message}") from None
 
 
 def write_onnx(config: RunConfig, weights: Sequence[np.ndarray], path: Path) -> None:
