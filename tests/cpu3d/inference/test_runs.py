@@ -2,7 +2,6 @@
 and how."""
 
 import dataclasses
-import hashlib
 
 import numpy as np
 import pytest
@@ -60,8 +59,8 @@ def devices(monkeypatch):
 
 
 @pytest.fixture
-def run_of(tiny_run):
-    """run_of("patch"): a run of that mode."""
+def make_run(tiny_run):
+    """make_run("patch"): a run of that mode."""
 
     def make(mode, **settings):
         folder = tiny_run.parent / f"run of {mode}"
@@ -85,10 +84,10 @@ def run_of(tiny_run):
     ],
 )
 def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_for(
-    devices, run_of, modes, how, device
+    devices, make_run, modes, how, device
 ):
     inference = Inference(**how)
-    folders = [run_of(mode) for mode in modes]
+    folders = [make_run(mode) for mode in modes]
     assert trained_predictors(folders, "last", inference) == [
         (folder, "last", inference) for folder in folders
     ]
@@ -103,19 +102,21 @@ def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_fo
         ({"window": (16, 18, 16), "flips": True}, ["--window", "--flips"]),
     ],
 )
-def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(devices, run_of, how, names):
+def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(
+    devices, make_run, how, names
+):
     with pytest.raises(InputError) as caught:
-        trained_predictors([run_of("whole", augment=NO_AUGMENT)], "best", Inference(**how))
+        trained_predictors([make_run("whole", augment=NO_AUGMENT)], "best", Inference(**how))
     assert [problem.split()[0] for problem in caught.value.problems] == names
     assert devices == []
 
 
 @pytest.mark.parametrize("weights", ["best", "last"])
-def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, run_of, weights):
+def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, make_run, weights):
     """Those of the last coarse step are coarse, though the next step is a full one."""
     coarse = {"grid": (16, 16, 16), "coarse_grid": (8, 8, 8), "coarse_steps": 5}
     window = Inference(window=(16, 16, 16))
-    run = run_of("whole", **coarse)
+    run = make_run("whole", **coarse)
     file = run / "checkpoints" / ("best.npz" if weights == "best" else "step-00000005.npz")
     file.parent.mkdir()
     save_checkpoint(file, {}, {"step": 5, "coarse_steps": 5})
@@ -126,40 +127,20 @@ def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, run_
     assert trained_predictors([run], weights, window) == [(run, weights, window)]
 
 
-def test_weights_that_are_replaced_while_they_are_read_are_read_again(tiny_run, monkeypatch):
-    """So that their hash is of the weights that answer."""
-    file = tiny_run / "checkpoints/best.npz"
-    file.parent.mkdir()
-    file.write_bytes(b"old")
-
-    def replaced_meanwhile(config, path):
-        content = path.read_bytes()
-        file.write_bytes(b"new")
-        return config, [content]
-
-    monkeypatch.setattr(predictor, "load_weights", replaced_meanwhile)
-    loaded = predictor.load_predictor(tiny_run)
-    assert loaded.weights == [b"new"]
-    assert loaded.weights_sha256 == hashlib.sha256(b"new").hexdigest()
-
-
 @pytest.mark.parametrize("how", [{"overlap": 1}, {"window": (8, 0, 8)}])
 def test_values_out_of_range_are_refused(how):
     with pytest.raises(InputError, match=next(iter(how))):
         Inference(**how)
 
 
-def fake(**more):
-    return FakePredictor(None, REGIONS, LABELS, **more)
-
-
 def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny_store):
-    record, image = tiny_store.case("a"), tiny_store.image("a")
-    inside = fake(sure=1).probabilities(image, record)
-    three = Ensemble([fake(sure=sure) for sure in (0.2, 0.9, 0.7)])
-    np.testing.assert_allclose(three.probabilities(image, record), 0.6 * inside, rtol=1e-6)
-    same = Ensemble([fake(sure=0.7)] * 3).probabilities(image, record)
-    np.testing.assert_array_equal(same, fake(sure=0.7).probabilities(image, record))
+    def answer(*sure):
+        predictors = [FakePredictor(None, REGIONS, LABELS, sure=each) for each in sure]
+        return Ensemble(predictors).probabilities(tiny_store.image("a"), tiny_store.case("a"))
+
+    np.testing.assert_allclose(answer(0.2, 0.9, 0.7), 0.6 * answer(1), rtol=1e-6)
+    same = answer(0.7, 0.7, 0.7)
+    np.testing.assert_array_equal(same, answer(0.7))
     assert same.dtype == np.float32
 
 

@@ -1,6 +1,5 @@
 """Which rules the evidence of cases chooses, and which it does not."""
 
-import numpy as np
 import pytest
 
 from cpu3d.inference.postprocessing.choice import best_rules
@@ -11,10 +10,7 @@ from tests.cpu3d.inference.postprocessing.made import (
     BIG,
     CORE,
     ENHANCING,
-    MM,
-    answers_of,
     evidences_of,
-    label_of,
     unsure,
 )
 
@@ -28,13 +24,13 @@ def choose(*pairs, alone=True, regions=REGIONS):
     return best_rules(evidences_of(*pairs, regions=regions), regions, alone=alone)
 
 
-def of_unsure(share):
+def unsure_rule(share):
     return Rule(share=share, stays_from=0.95)
 
 
 def test_islands_of_which_the_network_is_unsure_go_with_two_cases():
     choice = choose(((BIG, unsure(ISLAND)), (BIG,)), CLEAN)
-    assert choice.chosen.rules == {"WT": of_unsure(0.1)}  # 3 % would leave it
+    assert choice.chosen.rules == {"WT": unsure_rule(0.1)}  # 3 % would leave it
     dice = 2 * 8000 / (8000 + 8300)
     assert choice.before["WT"] == Means(0.75, 0.5, pytest.approx((dice + 1) / 2))
     assert choice.after["WT"] == Means(1, 0, 1)
@@ -44,15 +40,12 @@ def test_islands_of_which_the_network_is_unsure_go_with_two_cases():
 
 def test_of_equal_rules_the_middle_one_is_taken():
     """0.3, 1 and 3 % remove 8 of 8000 voxels, and so does 10 %; 0.1 % does not."""
-    assert choose(((BIG, unsure(SPECK)), (BIG,)), CLEAN).chosen.rules == {"WT": of_unsure(0.01)}
+    assert choose(((BIG, unsure(SPECK)), (BIG,)), CLEAN).chosen.rules == {"WT": unsure_rule(0.01)}
 
 
 def test_small_parts_of_which_the_network_is_sure_stay_where_only_unsure_ones_are_false():
     choice = choose(*[((BIG, SMALL, unsure(ISLAND)), (BIG, SMALL))] * 2)
-    assert choice.chosen.rules == {"WT": of_unsure(0.1)}
-    lesion = label_of(BIG, SMALL)  # of another case
-    painted = choice.chosen.paint(answers_of(BIG, SMALL), REGIONS, MM)
-    np.testing.assert_array_equal(painted, lesion)
+    assert choice.chosen.rules == {"WT": unsure_rule(0.1)}
 
 
 def test_the_mean_of_several_networks_is_not_asked_how_sure_it_is():
@@ -67,15 +60,11 @@ def test_sure_parts_go_if_more_is_gained_than_is_risked(with_island, expected):
     """Beside three large false parts an island costs 1/4 - 1/5: less than 0.1, but not twice."""
     large = [(1, corner, (10, 10, 10)) for corner in ((30, 2, 2), (30, 20, 2), (30, 2, 20))]
     pairs = [((BIG, *large, ISLAND), (BIG,))] * with_island + [((BIG, *large), (BIG,))]
-    choice = choose(*pairs)
-    cases = len(pairs)
-    assert choice.before["WT"].lesion_dice == pytest.approx(1 / 4 - with_island / 20 / cases)
-    assert choice.chosen.rules == expected
+    assert choose(*pairs).chosen.rules == expected
 
 
-@pytest.mark.parametrize("size", [2, 3])  # 8 and 27 voxels: too small to count as a lesion by BraTS
-def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is(size):
-    tiny = (1, (40, 2, 2), (size, size, size))
+def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is():
+    tiny = (1, (40, 2, 2), (2, 2, 2))  # 8 voxels: too small to count as a lesion by BraTS
     others = [((BIG, unsure(ISLAND)), (BIG,))] * 3
     choice = choose(((BIG, unsure(tiny), unsure(ISLAND)), (BIG, tiny)), *others)
     assert "WT" not in choice.chosen.rules
@@ -100,7 +89,7 @@ def test_of_two_true_parts_of_one_lesion_neither_is_lost():
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(8, {}), (13, {"WT": of_unsure(0.01)})],  # 160 and 260 voxels
+    [(8, {}), (13, {"WT": unsure_rule(0.01)})],  # 160 and 260 voxels
 )
 def test_true_lesions_must_be_larger_than_a_bound_by_a_margin(size, expected):
     """50 voxels are 0.6 %, the true 160 are 2 %: 1 % would do, but not its threefold."""
@@ -118,18 +107,15 @@ WITH_ET = ((BIG, CORE, ENHANCING), (BIG, CORE, ENHANCING))
 WITHOUT_ET = ((BIG, CORE, FALSE_ET), (BIG, CORE))
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_little_of_a_region_that_a_case_lacks_becomes_the_next_larger_region(alone):
-    choice = choose(WITH_ET, WITH_ET, WITHOUT_ET, alone=alone)
+def test_little_of_a_region_that_a_case_lacks_becomes_the_next_larger_region():
+    choice = choose(WITH_ET, WITH_ET, WITHOUT_ET)
     assert choice.chosen.rules == {"ET": Rule(region_mm3=50)}  # 3 * 100 are more than 216
     two_thirds = pytest.approx(2 / 3)
     assert choice.before["ET"] == Means(two_thirds, pytest.approx(1 / 3), two_thirds)
     assert choice.after["ET"] == Means(1, 0, 1)
-    painted = choice.chosen.paint(answers_of(BIG, CORE, FALSE_ET), REGIONS, MM)
-    np.testing.assert_array_equal(painted, label_of(BIG, CORE))
 
 
-@pytest.mark.parametrize("with_it", range(3))
+@pytest.mark.parametrize("with_it", [1, 2])
 def test_a_region_has_a_rule_only_if_two_cases_have_it(with_it):
     """Where no case has it every part is an island, and a rule takes true lesions of other
     cases."""
@@ -137,12 +123,7 @@ def test_a_region_has_a_rule_only_if_two_cases_have_it(with_it):
     true = (BIG, CORE, ENHANCING)
     has, lacks = ((*true, false), true), ((BIG, CORE, false), (BIG, CORE))
     choice = choose(*[has] * with_it, *[lacks] * (3 - with_it))
-    if with_it == 2:
-        assert set(choice.chosen.rules) == {"ET"}
-        return
-    lesion = (3, (8, 8, 8), (4, 4, 4), 0.6)
-    painted = choice.chosen.paint(answers_of(BIG, CORE, lesion), REGIONS, MM)
-    np.testing.assert_array_equal(painted, label_of(BIG, CORE, lesion))
+    assert set(choice.chosen.rules) == ({"ET"} if with_it == 2 else set())
 
 
 def test_a_region_that_gains_nothing_by_itself_has_no_rule_because_another_gains():
@@ -151,9 +132,18 @@ def test_a_region_that_gains_nothing_by_itself_has_no_rule_because_another_gains
     choice = choose(*[pair] * 2)
     assert set(choice.chosen.rules) == {"WT"}
     assert choice.after["TC"].lesion_dice > choice.before["TC"].lesion_dice
-    cores = (BIG, CORE, (2, (17, 17, 17), (2, 2, 2), 0.6))
-    painted = choice.chosen.paint(answers_of(*cores), REGIONS, MM)
-    np.testing.assert_array_equal(painted, label_of(*cores))
+
+
+def test_no_rule_lowers_another_region():
+    """A slice of the lesion is apart from the rest of it, and the island would go with it."""
+    core = (2, (4, 4, 4), (12, 12, 18))
+    gap = (0, (2, 2, 20), (20, 20, 1))
+    apart = unsure((1, (2, 2, 21), (20, 20, 1)))
+    core_apart = unsure((2, (4, 4, 21), (12, 12, 1)))
+    pair = ((BIG, gap, apart, unsure(ISLAND)), (BIG,))
+    assert set(choose(pair, pair).chosen.rules) == {"WT"}
+    pair = ((BIG, core, gap, apart, core_apart, unsure(ISLAND)), (BIG, core))
+    assert choose(pair, pair).chosen.rules == {}
 
 
 def test_small_parts_of_a_region_become_the_next_larger_and_leave_every_other_alone():
@@ -175,7 +165,7 @@ def test_regions_that_share_some_of_their_voxels_have_no_rule():
 @pytest.mark.parametrize("regions", [{"WT": (1,)}, {"a": (1,), "b": (2,)}], ids=["one", "organs"])
 def test_organs_and_a_single_region_are_decided_too(regions):
     choice = choose(*[((BIG, unsure(ISLAND)), (BIG,))] * 2, regions=regions)
-    assert choice.chosen.rules == {next(iter(regions)): of_unsure(0.1)}
+    assert choice.chosen.rules == {next(iter(regions)): unsure_rule(0.1)}
     assert len(choice.after) == len(regions)
 
 
