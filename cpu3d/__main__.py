@@ -136,7 +136,8 @@ def _explained(error: BaseException) -> List[str]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):
             raise error
-        todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
+        extras = {"tensorflow": "", "tf_keras": "", "onnx": "onnx", "onnxruntime": "onnx"}
+        todo = how_to_install(extras.get(package, "full"))
         problems = [f"{package} must be installed for this command, got none; {todo}"]
     return [f"error: {problem}" for problem in problems]
 

@@ -41,7 +41,6 @@ from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.installed import how_to_install
 
 # Largest difference of a probability from the same network in float32, which is computed by its
 # definition in all programs: 2e-6 in a brain of 144 x 176 x 128 voxels. One sum over all of a map
@@ -75,8 +74,6 @@ def run(options: Options) -> int:
         raise InputError(f"{rule}, got one with files; choose another")
     check_folder(out, "--out")
     exported_config(load_config(options.run))  # before TensorFlow is loaded
-    if options.format == "onnx":
-        require_onnx()
     set_up()
     from cpu3d.inference.export import formats  # imports TensorFlow, so not before
     from cpu3d.inference.export.network import ExportedPredictor
@@ -146,17 +143,6 @@ def _compared(
         "label_voxels": int(np.count_nonzero(label)),
         "different_labels": int(np.count_nonzero(label != by_predict)),
     }
-
-
-def require_onnx() -> None:
-    """Raise InputError if onnx or onnxruntime, which the result is tried with, is missing."""
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        rule = f"onnx and onnxruntime must be installed for --format onnx, got {error}"
-        todo = f"{how_to_install('onnx')}, or choose --format savedmodel"
-        raise InputError(f"{rule}; {todo}") from None
 
 
 def _case_to_try(

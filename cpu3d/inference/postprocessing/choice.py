@@ -112,7 +112,6 @@ def _with_best(
         if (
             gains[name] * len(evidences) > least_gain
             and min(gains.values()) >= 0
-            and not _is_lesion_lost(scores, before)
             and not _is_lesion_lost(_scores(evidences, {**rules, name: larger}, regions), before)
         ):
             gain_of[rule] = sum(gains.values())

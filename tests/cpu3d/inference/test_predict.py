@@ -244,7 +244,7 @@ def killed_at(monkeypatch, call, predictor):
     return killed_at
 
 
-MINE = b"an expert's week of work"
+MINE = b'{"schema": 1, "files": ["a.json"]}'  # an expert's week of work
 
 
 @pytest.mark.parametrize(
