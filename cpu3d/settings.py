@@ -35,7 +35,6 @@ from memory_estimator.job import (
     micro_of,
 )
 from models.config import DTYPES, POLICIES, UNetConfig
-from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
 from models.strides import Resolution3, lowered
 from models.weights import FREEZE
@@ -142,7 +141,6 @@ class Settings:
         typed_at_least=1,
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
-    loss: str = _training(DEFAULT_LOSS, "what is minimised", choices=tuple(LOSSES))
     optimizer: str = _training("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
@@ -157,11 +155,6 @@ class Settings:
         at_least=0,
         typed_at_least=1,
     )
-    save_minutes: float = _training(
-        10.0, "longest time between checkpoints; 0: one after each step", "M", at_least=0
-    )
-    """There is one after every validation as well."""
-    keep: int = 3  # checkpoints, besides the best weights
     seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
 

@@ -153,10 +153,7 @@ def damage(path, rng):
 # --- What reads them ---
 
 
-NET = (
-    "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --save-minutes 0"
-    " --validations 1"
-)
+NET = "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --validations 2"
 TRAIN = f"train --store store --run run --steps 3 {NET}"
 INIT = f"train --store store --run new --init run --steps 1 {NET}"
 PREDICT = "predict --run run --image data/imagesTr/BRATS_001.nii.gz --out out"

@@ -39,10 +39,9 @@ from memory_estimator.host import read_host
 from memory_estimator.job import Job, JobOptions, job_from, padding_note
 from memory_estimator.sources import source_job
 from models.config import DTYPES, POLICIES, UNetConfig
-from models.losses import DEFAULT_LOSS, LOSSES
 
 WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches
-STEP_SETTINGS = ("optimizer", "freeze", "loss")  # of a request, as of `train`
+STEP_SETTINGS = ("optimizer", "freeze")  # of a request, as of `train`
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
@@ -56,7 +55,6 @@ class MeasuredJob(JobOptions):
     policy: str = option(
         "speed", "memory policy (default: speed; with --run the run's)", choices=POLICIES
     )
-    loss: str = option(DEFAULT_LOSS, "what is minimised", choices=tuple(LOSSES))
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ def requested(chosen: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
         job,
         engine=engine,
         threads=chosen.get("threads"),
-        loss=chosen.get("loss", DEFAULT_LOSS),
         steps=options.steps,
         warm_up=options.warm_up,
     )

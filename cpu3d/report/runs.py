@@ -331,7 +331,6 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
         ("a step sees", _seen(config)),
         ("coarse steps", coarse),
         (batch_name, batch),
-        ("loss", config.loss),
         ("optimizer", f"{config.optimizer}, rate {config.peak_rate:g} at its peak, cosine decay"),
         ("split", f"hash {config.split_hash}"),
         ("computed in", str(start.get("precision", NOT_KNOWN))),

@@ -1,11 +1,10 @@
 """The checkpoints of a run: its last few, each a whole file named by its step, and the best
 weights.
 
-    write_next(run, 120, arrays, state, keep=3)   run/checkpoints/step-00000120.npz; those older
-                                                  than the last 3 go
-    checkpoint = newest(run)                      the newest whole one, with the damaged ones after
-                                                  it
-    path = weights_file(run, "last")              for prediction: "best", or the newest whole one
+    write_next(run, 120, arrays, state)   run/checkpoints/step-00000120.npz; those older than the
+                                          last KEPT go
+    checkpoint = newest(run)              the newest whole one, with the damaged ones after it
+    path = weights_file(run, "last")      for prediction: "best", or the newest whole one
 
 A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No
 pickle. It is written atomically, and read, one array at a time, so that neither takes more memory
@@ -34,6 +33,7 @@ from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import open_regular, typed
 
 SCHEMA = 1
+KEPT = 3  # checkpoints, besides the best weights
 BEST = "best.npz"
 POSTPROCESSING = "postprocessing.json"  # in the run's folder: what the best weights decide
 PIECE_BYTES = 2**20  # of a file, read at a time
@@ -192,15 +192,13 @@ class Checkpoint:
     damaged: Dict[Path, str]  # newer file -> its problem
 
 
-def write_next(
-    run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int
-) -> int:
-    """Add the checkpoint of `step`, and remove all but the last `keep`; returns its size in bytes.
-    The log is on the disk before it: after a power cut no checkpoint is there whose steps the log
-    does not have."""
+def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
+    """Add the checkpoint of `step`, and remove all but the last KEPT; returns its size in
+    bytes. The log is on the disk before it: after a power cut no checkpoint is there whose steps
+    the log does not have."""
     flush_log(run)
     size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
-    for old in checkpoints(run)[keep:]:
+    for old in checkpoints(run)[KEPT:]:
         with contextlib.suppress(OSError):  # one too many does no harm
             old.unlink()
     return size
@@ -262,13 +260,14 @@ def writing(run: Path, problem: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        saved = checkpoints(run)
-        todo = "free disk space, then the same command starts again: there is no checkpoint yet"
-        if saved:
-            step = step_of(saved[0])
-            todo = "free disk space, then the same command continues from the last whole checkpoint"
-            todo += f", that of step {step}"
-        raise OSError(f"{problem}: {fault_of(error)}; {todo}") from error
+        todo = "free disk space, then repeat the command"
+        raise OSError(f"{problem}: {fault_of(error)}; {last_saved(run)}; {todo}") from error
+
+
+def last_saved(run: Path) -> str:
+    """A sentence that names the checkpoint that a run can continue from."""
+    saved = [path.name for path in checkpoints(run)[:1]]
+    return f"the last checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
 
 
 def step_of(path: Path) -> int:

@@ -20,13 +20,13 @@ from memory_estimator.common.files import read_json, typed
 from memory_estimator.common.schema import option_typed
 
 RESTORE = "restore it from a copy of the run, or begin another run"
-SCHEMA = 2  # of the run folder's layout; a run of another one is refused, never guessed at
+SCHEMA = 3  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
 OF_STORE = [field.name for field in dataclasses.fields(StoreFacts)]
 
 CHANGEABLE = (
     "store", "epochs", "steps", "budget_minutes", "coarse_steps", "validations",
-    "save_minutes", "keep", "learning_rate", "device", "micro_batch", "unet.policy",
+    "learning_rate", "device", "micro_batch", "unet.policy",
 )  # fmt: skip
 """Settings that may change when a run is continued: its length and what follows from it, its rate,
 and how it is computed. All others would make it another run. With batch norm the micro-batch is

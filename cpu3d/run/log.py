@@ -5,7 +5,6 @@ with a warning, so that every event that is read holds these types."""
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import (
     Annotated,
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from cpu3d.run.summary import PROGRESS_KINDS, Event, Pace
-from cpu3d.util.atomic import atomic_write, sync, sync_folder
+from cpu3d.util.atomic import sync, sync_folder, write_bytes
 from cpu3d.util.progress import columns, say
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
@@ -57,10 +56,8 @@ FIELDS: Dict[str, Any] = {
     "event": str,  # start, step, validation, checkpoint, diverged or end
     "step": Count,  # that are done
     # Of an attempt that starts: where and with what it runs.
-    **dict.fromkeys(("time", "engine", "store", "split_hash", "read_mode"), str),
-    **dict.fromkeys(("mode", "device", "precision", "policy"), str),
+    **dict.fromkeys(("time", "engine", "read_mode", "device", "precision", "policy"), str),
     **dict.fromkeys(("steps", "coarse_steps", "parameters", "micro_batch", "workers"), Count),
-    "grid": List[Count],
     **dict.fromkeys(("host", "threads"), Dict[str, Any]),
     "versions": Dict[str, str],
     "predicted": Predicted,
@@ -147,12 +144,8 @@ def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None
         if kind != "diverged" and event["step"] <= step and not is_repeated:
             lines.append(line + b"\n")
     kept = b"".join(lines)
-    if content.startswith(kept):  # as a rule: then no second file of that size is written
-        if kept != content:
-            os.truncate(_path(run), len(kept))
-        return
-    with atomic_write(_path(run)) as file:
-        file.write(kept)
+    if kept != content:
+        write_bytes(_path(run), kept)
 
 
 # --- What a person watches ---

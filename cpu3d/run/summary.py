@@ -9,9 +9,8 @@ Events are as `cpu3d.run.log.read_events` gives them: a value may be missing, bu
 
 import collections
 import math
-import statistics
 from dataclasses import dataclass
-from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Union
+from typing import Any, Collection, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import numpy as np
 
@@ -32,11 +31,11 @@ def numbers(events: Events, key: str) -> List[float]:
     return [event[key] for event in events if event.get(key) is not None]
 
 
-def median(values: Union[Sequence[float], Deque[float], Array]) -> Optional[float]:
+def median(values: Collection[Any]) -> Optional[float]:
     """The median; None for no values."""
     if not len(values):
         return None
-    return float(np.median(values))
+    return float(np.median(list(values)))
 
 
 class Columns:
@@ -147,7 +146,7 @@ class Pace:
             expected = predicted.get("coarse", {}) if coarse else predicted
             step_s = expected.get("step_s")
             if len(recent_s) >= ENOUGH_STEPS or (recent_s and step_s is None):
-                step_s = statistics.median(recent_s)
+                step_s = median(recent_s)
             if step_s is None:
                 return None
             left_s += count * step_s

@@ -33,7 +33,7 @@ def carry_out(call: Call, exchange: Exchange, watchdog: Watchdog, mlflow: str) -
     plan = call.plan
     if plan.forecast:
         reserve(plan.job)
-    fit = Fit(plan, call.folder, exchange, watchdog)
+    fit = Fit(plan, call.folder, watchdog, exchange)
     if not fit.is_over:  # one that is over takes no memory
         call.refuse_what_does_not_fit()
     _save(call, fit.config)  # its coarse steps may be those of the checkpoint
@@ -123,10 +123,6 @@ def _log_start(call: Call, fit: Fit) -> None:
         "versions": versions(),
         "engine": call.engine_name,
         "threads": threads,
-        "store": str(fit.store.folder),
-        "split_hash": config.split_hash,
-        "grid": list(config.grid),
-        "mode": config.mode,
         "device": config.device,
         "precision": config.unet.dtype,
         "policy": config.unet.policy,

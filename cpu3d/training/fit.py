@@ -37,7 +37,7 @@ from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import (
-    checkpoints,
+    last_saved,
     lost_best,
     newest,
     progress_of,
@@ -51,16 +51,17 @@ from cpu3d.run.log import FINISHED, append_event, forget_after, last_event, show
 from cpu3d.settings import RunConfig
 from cpu3d.training.budget import cut, steps_within
 from cpu3d.training.divergence import wrong_loss, wrong_weights
-from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.run_data import MicroBatches, RunData
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import StopRequest, Watchdog, noted_signals
-from cpu3d.util.progress import say
 
 # Taken to measure the time of a step, and undone; the first one compiles and does not count.
 TIMED_STEPS = 3
+
+# The longest time between two checkpoints. There is one after every validation as well.
+SAVE_EVERY_S = 600.0
 
 
 class Fit:
@@ -70,8 +71,8 @@ class Fit:
         self,
         plan: Plan,
         folder: Path,
+        watchdog: Watchdog,
         exchange: Exchange = ALONE,
-        watchdog: Optional[Watchdog] = None,
         make_learner: Optional[Callable[[RunConfig], Learner]] = None,
     ):
         """`make_learner` makes, by default, the network of a configuration without a curriculum."""
@@ -83,8 +84,6 @@ class Fit:
         self._least_steps = plan.least_steps
         self._transfer = plan.transfer
         self._exchange = exchange
-        if watchdog is None:
-            watchdog = Watchdog(HeartbeatWriter(self.folder, say=say))
         self._watchdog = watchdog
         if make_learner is None:
             make_learner = functools.partial(Learner, exchange=exchange)
@@ -194,6 +193,10 @@ class Fit:
         """Whether the last step is done: nothing is left to do."""
         return self.progress.is_over(self.steps)
 
+    @property
+    def _is_validation_step(self) -> bool:
+        return self.config.validates_after(self.step, self.steps)
+
     # --- The two grids ---
 
     def _enter(self) -> None:
@@ -264,13 +267,13 @@ class Fit:
                 if micro_batches is None:
                     micro_batches = self._micro_batches()
                 stop = self._train_step(micro_batches)
-                is_due = self.step == self.steps or self._is_validation_step(self.step)
+                is_due = self.step == self.steps or self._is_validation_step
                 self.progress.owes_validation = bool(self.data.held_out) and is_due
             if self.progress.owes_validation and not stop:  # a stop does not wait for a validation
                 self._check_finite()
                 stop = self._validate()
-            late = time.monotonic() - self._saved_at > 60 * self.config.save_minutes
-            if stop or self.is_over or late or self._is_validation_step(self.step):
+            is_late = time.monotonic() - self._saved_at >= SAVE_EVERY_S
+            if stop or self.is_over or is_late or self._is_validation_step:
                 self._save()
         return stop
 
@@ -336,9 +339,6 @@ class Fit:
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
-    def _is_validation_step(self, step: int) -> bool:
-        return self.config.validates_after(step, self.steps)
-
     def _validate(self) -> StopRequest:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as
         `_loop`."""
@@ -395,7 +395,7 @@ class Fit:
             self._save_best()
         with writing(self.folder, f"step {self.step} could not be saved"):
             arrays = self.learner.arrays()
-            size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
+            size = write_next(self.folder, self.step, arrays, self._state())
         self.log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _check_finite(self) -> None:
@@ -409,10 +409,8 @@ class Fit:
         before its rate is halved. What has diverged is not saved."""
         with contextlib.suppress(OSError):  # the error has the same message
             self.log("diverged", reason=reason)
-        saved = [path.name for path in checkpoints(self.folder)[:1]]
-        kept = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
         todo = f"{first}add {half_rates(self.config)}, half the rates, to the command"
-        return DivergedError(f"{reason}; {kept}; {todo}")
+        return DivergedError(f"{reason}; {last_saved(self.folder)}; {todo}")
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:

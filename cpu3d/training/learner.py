@@ -19,6 +19,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.optimizers import RuleOptimizer
+from models.losses import DEFAULT_LOSS
 from models.unet3d import build_unet3d, finest, weight_names
 from models.weights import is_frozen
 
@@ -276,9 +277,7 @@ class Learner:
     ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """Loss, soft Dice, and the gradients of a micro-batch's share in the loss of the batch."""
         share = 1 / self.config.micro_batches
-        loss, dice, gradients = self.model.loss_and_gradients(
-            self.config.loss, image, target, share
-        )
+        loss, dice, gradients = self.model.loss_and_gradients(DEFAULT_LOSS, image, target, share)
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a
         # gradient.
         with tf.control_dependencies(gradients):

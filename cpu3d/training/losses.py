@@ -3,8 +3,6 @@ and hard Dice.
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
-Another loss is another formula of models/losses.py, by its name: `RegionLoss(name)`.
-
 Both take logits, and a target of 0 and 1 of any dtype; a voxel of 255 (`IGNORED`) counts in
 neither. With deep supervision each output is compared with every 2nd, 4th ... voxel of the same
 target;
@@ -15,20 +13,17 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import tensorflow as tf
 
-from models.losses import DEFAULT_LOSS, LOSSES
+from models.losses import dice_cross_entropy
 from models.native.shared import IGNORED
 from models.supervision import supervise, thinned
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class RegionLoss(tf.keras.losses.Loss):
-    """A loss of models/losses.py, by its name there, as one of Keras."""
+class DiceCrossEntropy(tf.keras.losses.Loss):
+    """Soft Dice and a cross-entropy of hard voxels. A class below it with another `formula` is
+    another loss of models/losses.py."""
 
-    def __init__(
-        self, formula: str = DEFAULT_LOSS, reduction: str = "auto", name: str = "region_loss"
-    ):
-        super().__init__(reduction, name)
-        self.formula = formula
+    formula = staticmethod(dice_cross_entropy)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
@@ -39,23 +34,10 @@ class RegionLoss(tf.keras.losses.Loss):
 
         @tf.custom_gradient
         def of_samples(logits: tf.Tensor) -> Tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            supervised = supervise(LOSSES[self.formula], target, [logits], by_sample=True)
+            supervised = supervise(self.formula, target, [logits], by_sample=True)
             return supervised.loss, lambda upstream: supervised.slopes(upstream[:, None])[0]
 
         return of_samples(y_pred)[:, 0]
-
-    def get_config(self) -> Dict[str, Any]:
-        return {**super().get_config(), "formula": self.formula}
-
-
-@tf.keras.utils.register_keras_serializable("cpu3d")
-class DiceCrossEntropy(RegionLoss):
-    """Soft Dice and a cross-entropy of hard voxels (`models.losses.dice_cross_entropy`)."""
-
-
-# compile(loss="dice_cross_entropy"). No class: a model that is loaded from a .keras file calls what
-# the name stands for with a target and logits.
-tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy()
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -72,12 +54,7 @@ class RegionDice(tf.keras.metrics.Mean):
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Add the Dice of cases; arguments as of `DiceCrossEntropy.call`."""
         y_pred = tf.convert_to_tensor(y_pred)
-        dice = hard_dice(
-            hard_dice_counts(thinned(_on_grid_or_finer(y_pred, y_true), y_pred), y_pred)
-        )
-        if self.region is not None and not 0 <= self.region < dice.shape[1]:
-            rule = f"region must be at least 0, below {dice.shape[1]}"
-            raise ValueError(f"{rule}, got {self.region}; give an index")
+        dice = hard_dice(thinned(_on_grid_or_finer(y_pred, y_true), y_pred), y_pred)
         if self.region is None:
             return super().update_state(tf.reduce_mean(dice, 1), sample_weight)
         return super().update_state(dice[:, self.region], sample_weight)
@@ -86,26 +63,19 @@ class RegionDice(tf.keras.metrics.Mean):
         return {**super().get_config(), "region": self.region}
 
 
-def hard_dice(counts: tf.Tensor) -> tf.Tensor:
-    """(N, R) of `hard_dice_counts`. A region absent from both scores 1: nothing was missed or made
-    up."""
-    overlap, predicted, true = tf.unstack(counts, axis=-1)
-    total = predicted + true
-    return tf.where(total == 0, tf.ones_like(total), 2 * overlap / tf.maximum(total, 1))
-
-
-def hard_dice_counts(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted from a
-    probability of 0.5 on; without those whose target is IGNORED."""
+def hard_dice(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """(N, R) float64, with a voxel predicted from a probability of 0.5 on; without those whose
+    target is IGNORED. A region absent from both scores 1: nothing was missed or made up."""
     counts_at = tf.cast(target, tf.uint8) != IGNORED
     truth = tf.cast(target, tf.bool) & counts_at
     predicted = (logits >= 0) & counts_at
-    counts = [
-        # Counted per X slab in float32 (exact below 2**24 voxels), then summed in float64.
-        tf.reduce_sum(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), (2, 3)), tf.float64), 1)
+    overlap, all_predicted, all_true = (
+        tf.math.count_nonzero(mask, (1, 2, 3), dtype=tf.int32)
         for mask in (truth & predicted, predicted, truth)
-    ]
-    return tf.stack(counts, -1)
+    )
+    total = all_predicted + all_true
+    dice = 2 * overlap / tf.maximum(total, 1)
+    return tf.where(total == 0, tf.ones_like(dice), dice)
 
 
 # --- Private helpers ---

@@ -2,7 +2,10 @@
 
 Muon makes all singular values of an update equal, so directions that few voxels support, such as a
 small lesion's, move as far as those that all voxels support. records/log.md has the steps that this
-saves."""
+saves. It is for kernels of more than one voxel; norms, biases and 1x1x1 kernels have Adam, at a
+rate of its own: at a third of it the head and the norms learn too slowly, at any rate of the
+kernels. One float32 slot a kernel, two for each variable of Adam's. An update's length does not
+depend on that of the gradient, so one fixed rate serves every loss and data set."""
 
 import math
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -31,13 +34,12 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         self,
         rules: str = "muon",
         learning_rate: Optional[float] = None,
-        other_scale: Optional[float] = None,
         momentum: Optional[float] = None,
         name: str = "RuleOptimizer",
         **options: Any,
     ):
         """`learning_rate` is of kernels, by default the optimizer's own; if other variables have a
-        rule of their own, their rate is `other_scale` times that, by default ADAM_SCALE. `options`
+        rule of their own, their rate is ADAM_SCALE times that. `options`
         are those of every Keras optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
         self.rules = rules
@@ -47,9 +49,6 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         if momentum is None:
             momentum = self.optimizer.momentum
         self._learning_rate = self._build_learning_rate(learning_rate)
-        if other_scale is None:
-            other_scale = ADAM_SCALE if self.optimizer.has_two_rates else 1.0
-        self.other_scale = other_scale
         self.momentum = momentum
 
     def build(self, var_list: Sequence[tf.Variable]) -> None:
@@ -92,7 +91,6 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
             **super().get_config(),
             "rules": self.rules,
             "learning_rate": self._serialize_hyperparameter(self._learning_rate),
-            "other_scale": self.other_scale,
             "momentum": self.momentum,
         }
 
@@ -100,7 +98,7 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         """The learning rate of a variable."""
         rule = self.optimizer.rule_of(variable.shape)
         is_other = self.optimizer.has_two_rates and rule is self.optimizer.others
-        scale = self.other_scale if is_other else 1.0
+        scale = ADAM_SCALE if is_other else 1.0
 
         def make() -> tf.Tensor:
             rate = tf.cast(self.learning_rate, variable.dtype)
@@ -156,22 +154,6 @@ class _Tensors(Weight):
         side = min(matrix_shape(tensor.shape))
         terms = self._optimizer.once(f"terms {side}", lambda: first_terms(side, tensor.dtype))
         return orthogonal(tensor, terms)
-
-
-@tf.keras.utils.register_keras_serializable("cpu3d")
-class Muon(RuleOptimizer):
-    """Muon for kernels of more than one voxel, Adam for norms, biases and 1x1x1 kernels.
-
-    One float32 slot a kernel, two for each variable of Adam's. An update's length does not depend
-    on that of the gradient, so one fixed rate serves every loss and data set. Adam's part has a
-    rate of its own: at a third of it the head and the norms learn too slowly, at any rate of the
-    kernels."""
-
-    def __init__(
-        self, learning_rate: Optional[float] = None, *, name: str = "Muon", **options: Any
-    ):
-        """`options` as of `RuleOptimizer`."""
-        super().__init__(**{**options, "rules": "muon"}, learning_rate=learning_rate, name=name)
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:

@@ -23,7 +23,7 @@ from cpu3d.training.learner import Learner
 from cpu3d.training.run_data import Inside, RunData
 from cpu3d.training.watchdog import StopRequest
 from memory_estimator.step.training_step import SCORED_SLABS
-from models.losses import LOSSES
+from models.losses import DEFAULT_LOSS, LOSSES
 from models.native.shared import IGNORED
 from models.supervision import supervise
 
@@ -52,7 +52,7 @@ def validate(
     # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
     dtype = np.float32 if exchange.count > 1 else np.float64
     rows: Array = np.zeros((data.held_out, 1 + len(regions)), dtype)
-    loss = _loss_of(data.config.loss)
+    loss = _compiled_loss()
     phase("validating")
     for case, (image, target) in zip(data.held_out_share(), data.validation()):
         logits = tf.convert_to_tensor(_whole_logits(data, learner.logits, image))
@@ -115,11 +115,10 @@ def _painted_dice(
 
 
 @functools.cache
-def _loss_of(name: str) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """The compiled loss of that name: target and logits of a whole volume -> a number."""
-    formula = LOSSES[name]
+def _compiled_loss() -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """The loss that is minimised: target and logits of a whole volume -> a number."""
 
     def loss(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-        return supervise(formula, target, [logits]).loss
+        return supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss
 
     return tf.function(loss, autograph=False)

@@ -17,6 +17,7 @@ from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import (
     BEST,
+    KEPT,
     checkpoints,
     load_checkpoint,
     newest,
@@ -26,7 +27,10 @@ from cpu3d.run.checkpoint import (
 from cpu3d.run.config_json import save_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
+from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from cpu3d.training.learner import Learner, Outcome
+from cpu3d.training.watchdog import Watchdog
+from cpu3d.util.progress import say
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
 from models.unet3d import build_unet3d, finest
@@ -122,7 +126,7 @@ def shared_learner(config):
     return learner
 
 
-OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "loss")
+OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze")
 OF_NETWORK += ("optimizer", "peak_rate")
 """What a learner is compiled from."""
 _LEARNERS = {}
@@ -189,7 +193,8 @@ def start(store, folder, *, learner=shared_learner, **settings):
     plan = make_plan(store, folder, HOST, {**SMALL, **settings})
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(plan.config, folder)
-    return Fit(plan, folder, make_learner=learner)
+    watchdog = Watchdog(HeartbeatWriter(folder, say=say))
+    return Fit(plan, folder, watchdog, make_learner=learner)
 
 
 def start_without_network(store, folder, **settings):
@@ -238,6 +243,10 @@ def weights(folder, name="last"):
     return load_checkpoint(weights_file(folder, name))[0]
 
 
+def save_after_each_step(monkeypatch):
+    monkeypatch.setattr("cpu3d.training.fit.SAVE_EVERY_S", 0)
+
+
 def steps_of(folder):
     return [event for event in read_events(folder) if event["event"] == "step"]
 
@@ -256,7 +265,7 @@ SAME = {
 """Event -> its fields that follow from the run alone. JSON keeps a float to the bit."""
 
 
-def assert_same_run(run, reference, keep):
+def assert_same_run(run, reference):
     """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing
     else is left."""
     log = read_events(run)
@@ -279,7 +288,7 @@ def assert_same_run(run, reference, keep):
             bits, other_bits = ((a.dtype, a.shape, a.tobytes()) for a in (array, wanted[key]))
             assert bits == other_bits, key
     assert newest(run).path == checkpoints(run)[0]
-    assert len(checkpoints(run)) <= keep
+    assert len(checkpoints(run)) <= KEPT
     assert list((run / "checkpoints").glob(".*.partial")) == []
 
 
@@ -287,7 +296,8 @@ def assert_cut_and_continued_is_uninterrupted(
     store, folder, monkeypatch, steps, done=5, **settings
 ):
     """Leaves both runs, folder/whole and folder/cut, which died after `done` of so many steps."""
-    options = {"save_minutes": 0.0, "steps": steps, **settings}
+    save_after_each_step(monkeypatch)
+    options = {"steps": steps, **settings}
     start(store, folder / "whole", **options).run()
     cut = start(store, folder / "cut", **options)
     step = type(cut.learner).step

@@ -43,7 +43,7 @@ def test_a_step_is_measured_and_recorded(tmp_path, capsys):
     "more",
     [
         "--norm none --optimizer sgd --batch 2 --channels 6 --classes 1",
-        "--freeze encoder --loss dice-cross-entropy",
+        "--freeze encoder",
     ],
 )
 def test_small_steps_take_the_memory_that_is_predicted(more, capsys):

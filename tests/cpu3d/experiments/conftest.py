@@ -24,7 +24,7 @@ from cpu3d.training import fit
 from tests.cpu3d.conftest import FakePredictor
 from tests.cpu3d.runs import HOST, SMALL, NumpyLearner
 
-SETTINGS = {**SMALL, "epochs": 2, "validations": 1, "save_minutes": 0.0}
+SETTINGS = {**SMALL, "epochs": 2, "validations": 1}
 
 
 class Answers(FakePredictor):

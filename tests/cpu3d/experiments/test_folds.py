@@ -125,7 +125,7 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
     train_all(folder)
     assert commands.seen() == ALL[cut_at:], "what was done is not done again"
     for name in ("fold-1", "fold-2"):
-        assert_same_run(folder / name, uncut / name, keep=3)
+        assert_same_run(folder / name, uncut / name)
     first, second = (read_scores(scores_path(each, "val"))["summary"] for each in (folder, uncut))
     assert first == second
     done = set_status(folder)
