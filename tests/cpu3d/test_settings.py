@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import (
-    FULL_RATE_SHARE,
     SETTINGS,
     RunConfig,
     Settings,
@@ -44,10 +44,8 @@ def test_every_recipe_is_a_config_that_saves(name, tmp_path):
     ("norm", "micro_batch", "micro", "count"),
     [
         ("instance", 0, 1, 6),
-        ("none", 0, 1, 6),
         ("batch", 0, 6, 1),
         ("batch", 2, 2, 3),
-        ("instance", 6, 6, 1),
     ],
 )
 def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(
@@ -82,7 +80,7 @@ SAVED = dataclasses.replace(
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("schema", 9, "run .* must have schema 2, got 9"),
+        ("schema", 9, "run .* must have schema 3, got 9"),
         ("grid", [16, 16], "config.grid must be"),
         ("unet", {"depth": 99}, "depth must be between 2 and 8"),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
@@ -160,14 +158,10 @@ def test_a_number_that_would_be_taken_for_the_default_is_refused(name):
 
 @pytest.mark.parametrize(("steps", "warmup"), [(8, 0), (72, 3), (400, 10)])
 def test_the_rate_rises_falls_as_a_cosine_and_full_steps_begin_at_a_share_of_it(steps, warmup):
-    config = RunConfig(coarse_steps=steps // 2, learning_rate=0.1)
+    half = steps // 2
+    config = RunConfig(coarse_steps=half, learning_rate=0.1)
+    rise = np.arange(1, warmup + 1) / max(warmup, 1)
+    fall = (1 + np.cos(np.linspace(0, np.pi, half - warmup, endpoint=False))) / 2
+    full = 0.3 * (1 + np.cos(np.linspace(0, np.pi, half, endpoint=False))) / 2
     rates = [config.rate_at(step, steps) for step in range(steps)]
-    assert rates[:warmup] == pytest.approx([0.1 * (step + 1) / warmup for step in range(warmup)])
-    assert rates[warmup] == pytest.approx(0.1)
-    middle = (warmup + steps // 2) / 2
-    if middle % 1 == 0:
-        assert rates[int(middle)] == pytest.approx(0.05)
-    assert max(rates[steps // 2 :]) == rates[steps // 2] == pytest.approx(FULL_RATE_SHARE * 0.1)
-    assert rates == sorted(rates[:warmup]) + sorted(rates[warmup : steps // 2], reverse=True) + (
-        sorted(rates[steps // 2 :], reverse=True)
-    )
+    np.testing.assert_allclose(rates, 0.1 * np.concatenate([rise, fall, full]))

@@ -19,11 +19,7 @@ from cpu3d.training.heartbeat_writer import HeartbeatWriter
     [
         (None, 0, "finished"),
         (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
-        (
-            OSError(28, "No space left on device", "a.npz"),
-            1,
-            "a.npz must fit on its disk, got No space left on device",
-        ),
+        (OSError(28, "Full", "a.npz"), 1, "a.npz must fit on its disk, got Full"),
         (ValueError("no such"), 1, "ValueError: no such"),
     ],
 )
@@ -47,20 +43,14 @@ def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkey
     with HeartbeatWriter(tmp_path, say=print, rank=1, workers=2) as heart:
         for step in range(6):
             heart.phase("computing", step=step)
-        beat = None
-        end = time.monotonic() + 60
-        while (beat is None or beat.step < 5) and time.monotonic() < end:
-            time.sleep(0.02)
-            beat = read_heartbeats(tmp_path).get(1)
+        time.sleep(2)
+        beat = read_heartbeats(tmp_path)[1]
         assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
         assert (beat.free_bytes, beat.own_bytes) == (30, 13)
         heart.now.stop = "memory runs low"
         heart.note_end("finished")
         heart.phase("deciding")
-        assert heart.now.exit_code is None, "it goes on"
-        assert not heart.now.stop, "and does not stop before its end"
-    last = read_heartbeats(tmp_path)[1]
-    assert (last.reason, last.exit_code) == ("finished", 0)
+        assert (heart.now.exit_code, heart.now.stop) == (None, ""), "it goes on to its end"
 
 
 def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The scores of a validation, and its memory, which is that of the estimator."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,11 +50,11 @@ def made_data(config, ignored=0.0):
 
 def learner(grid, **network):
     unet = UNetConfig(**network)
-    regions = {
-        str(code): tuple(range(code, unet.outputs + 1)) for code in range(1, unet.outputs + 1)
-    }  # nested
-    config = RunConfig(region_codes=regions, regions=tuple(regions), grid=grid, unet=unet)
-    return Learner(dataclasses.replace(config, batch=1, micro_batch=1))
+    codes = range(1, unet.outputs + 1)
+    regions = {str(code): tuple(codes[code - 1 :]) for code in codes}  # nested
+    return Learner(
+        RunConfig(region_codes=regions, regions=tuple(regions), grid=grid, unet=unet, batch=1)
+    )
 
 
 @pytest.mark.parametrize("ignored", [0, 0.5])
@@ -90,8 +89,8 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
 ):
     """Also where zeros are added around a volume, whose voxels count in neither, and after the last
     coarse step."""
-    rates = {"learning_rate": 1e-6}
-    fit = start(phantom_store, tmp_path, **{"steps": 1, "validations": 2, **rates, **settings})
+    chosen = {"steps": 1, "validations": 2, "learning_rate": 1e-6, **settings}
+    fit = start(phantom_store, tmp_path, **chosen)
     fit.steps = 1
     rng = np.random.default_rng(0)
     for variable in fit.learner.model.weights:  # so that the maps of the regions are not nested
@@ -122,10 +121,8 @@ def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     data = made_data(learned.config)
     job = Job(learned.config.unet, SHAPE, threads=2)
     resident = training_step(job).resident
-    *_, image, target = resident
-    held = sum(
-        tensor.bytes for tensor in (*resident, image, target)
-    )  # a volume is in use, another is ready
+    # A volume is in use, another is ready.
+    held = sum(tensor.bytes for tensor in (*resident, *resident[-2:]))
     counted = timeline(Program(resident, validation_pass(job))).peak_bytes - held
     validate(data, learned)  # traced, and its weights in oneDNN's layout
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]

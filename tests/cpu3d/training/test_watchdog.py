@@ -2,9 +2,9 @@
 acts."""
 
 import os
+import queue
 import signal
 import threading
-import time
 
 import pytest
 
@@ -15,36 +15,38 @@ from cpu3d.training.watchdog import MemoryFloor, Watchdog, noted_signals
 
 MIB = 2**20
 GIB = 2**30
-CONTINUE, STOP, END = "continue", "stop", "end"
 
 
 # --- Whether it lasts ---
 
 
 @pytest.mark.parametrize(
-    ("case", "samples", "limits", "action"),
+    ("samples", "limits", "action"),
     [
-        ("little is free but more than a save and the floor", [(5000, 170)] * 3,
-         {"save_bytes": 100 * MIB}, CONTINUE),
-        ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, STOP),
-        ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, STOP),
-        ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, END),
-        # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 +
-        # 500.
-        ("let in by its plan and within it", [(1000, 5200), (6000, 150)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, CONTINUE),
-        ("others take more than half of what it leaves", [(1000, 5200), (6000, 90)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, STOP),
-        ("two workers are let in by their plans", [(1000, 10_200), (6000, 200)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, CONTINUE),
+        # The floor, 64 MiB, and a save.
+        ([(5000, 170)], {"save_bytes": 100 * MIB}, ""),
+        ([(5000, 160)], {"save_bytes": 100 * MIB}, "stop"),
+        # Others take what the top of the next step needs.
+        ([(5000, 400), (1000, 4000)], {}, "stop"),
+        # Next to nothing, and less and less.
+        ([(5000, 40), (5000, 20)], {}, "end"),
+        # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept.
+        ([(1000, 5200), (6000, 110)], {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, ""),
+        ([(1000, 5200), (6000, 90)], {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, "stop"),
+        # Two workers take 10,000.
+        (
+            [(1000, 10_200), (6000, 110)],
+            {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2},
+            "",
+        ),
     ],
-)  # fmt: skip
-def test_the_run_goes_on_stops_or_ends(case, samples, limits, action):
+)
+def test_the_run_goes_on_stops_or_ends(samples, limits, action):
     """After the last of (own, free) in MiB of a machine of 16 GiB."""
     floor = MemoryFloor(**limits)
     for own, free in samples:
         stop, end = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
-    assert (bool(stop), bool(end)) == (action == STOP, action == END)
+    assert (bool(stop), bool(end)) == (action == "stop", action == "end")
 
 
 # --- What the watchdog does ---
@@ -100,8 +102,7 @@ def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_somet
     )
     stage.free = 8 * GIB
     stage.live(watchdog, 3)
-    assert watchdog.why, "it is not taken back"
-    assert stage.ended == []
+    assert (bool(watchdog.why), stage.ended) == (True, []), "it is not taken back"
 
 
 def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(watchdog, stage, tmp_path):
@@ -136,16 +137,22 @@ def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(
     assert phase in read_heartbeats(tmp_path)[0].reason
 
 
+def test_a_process_that_hangs_is_ended_even_if_its_console_hangs_too(tmp_path, monkeypatch):
+    for name, value in {"watchdog.STALL_S": 0.9, "heartbeat_writer.END_S": 0.1}.items():
+        monkeypatch.setattr(f"cpu3d.training.{name}", value)
+    console = threading.Event()
+    codes = queue.Queue()
+    heartbeat = HeartbeatWriter(tmp_path, say=lambda line: console.wait())
+    with Watchdog(heartbeat, end=codes.put):
+        assert codes.get(timeout=60) == 6
+    console.set()
+
+
 def test_a_failing_watch_stops_nothing(tmp_path, monkeypatch):
-    printed = []
-    end = time.monotonic() + 60
-    monkeypatch.setattr("cpu3d.training.watchdog.SAMPLE_EVERY_S", 0.01)
-    with Watchdog(HeartbeatWriter(tmp_path, say=printed.append)) as watchdog:
+    printed = queue.Queue()
+    with Watchdog(HeartbeatWriter(tmp_path, say=printed.put)):
         monkeypatch.setattr("cpu3d.training.watchdog.take_sample", lambda: 1 / 0)
-        watchdog.phase("computing")
-        while not printed and time.monotonic() < end:
-            time.sleep(0.02)
-    assert [line.startswith("warning: memory and stalls") for line in printed] == [True]
+        assert printed.get(timeout=60).startswith("warning: memory and stalls")
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
 
