@@ -30,8 +30,8 @@ def wrong_weights(arrays: Mapping[str, Any], step: int) -> str:
     is of the weights before its update, so it does not tell."""
     for name, array in arrays.items():
         # By two numbers: a mask would take memory. Both are NaN if one value is.
-        extremes = (np.min(array), np.max(array))
-        if not np.isfinite(extremes).all():
-            got = "NaN" if np.isnan(extremes).any() else "infinity"
-            return f"weights must be finite, got {got} in {name} after step {step}"
+        low = np.min(array)
+        high = np.max(array)
+        if not np.isfinite([low, high]).all():
+            return f"weights must be finite, got {low} to {high} in {name} after step {step}"
     return ""

@@ -35,13 +35,13 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         rules: str = "muon",
         learning_rate: Optional[float] = None,
         momentum: Optional[float] = None,
-        name: str = "RuleOptimizer",
         **options: Any,
     ):
         """`learning_rate` is of kernels, by default the optimizer's own; if other variables have a
         rule of their own, their rate is ADAM_SCALE times that. `options`
         are those of every Keras optimizer, such as `clipnorm`."""
-        super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
+        unless_given = {"name": rules, "weight_decay": None, "jit_compile": False}
+        super().__init__(**{**unless_given, **options})
         self.rules = rules
         self.optimizer = OPTIMIZERS[rules]
         if learning_rate is None:

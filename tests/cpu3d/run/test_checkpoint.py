@@ -2,7 +2,6 @@
 that is not."""
 
 import errno
-import io
 import json
 import os
 import zipfile
@@ -104,22 +103,29 @@ def run(tmp_path):
 
 def save(run, step):
     append_event(run, {"event": "step", "step": step})
-    write_next(run, step, ARRAYS, {"step": step})
+    write_next(run, step, {"model/000": np.zeros(5000)}, {"step": step})
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), MemoryError()])
 def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypatch, error):
-    class File(io.FileIO):
-        def read(self, *size):
-            raise error
+    def fail(file):
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", lambda path, mode: File(path))
-        with pytest.raises(type(error)) as caught:
+        patch.setattr(zipfile.ZipFile, "testzip", fail)
+        with pytest.raises(type(error)):
             newest(run)
-    assert caught.value is error
     checkpoint = newest(run)
     assert (checkpoint.state["step"], checkpoint.damaged) == (2, {})
+
+
+def test_a_bit_flipped_in_an_array_is_found_before_it_is_needed(run):
+    path = newest(run).path
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    checkpoint = newest(run)
+    assert (checkpoint.state["step"], list(checkpoint.damaged)) == (1, [path])
 
 
 def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(run, monkeypatch):

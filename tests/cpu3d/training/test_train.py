@@ -45,6 +45,17 @@ def words(store, run, *more):
     return ["train", "--store", str(store.folder), "--run", str(run), *more]
 
 
+@pytest.fixture
+def refused(phantom_store, tmp_path, capsys):
+    """A call of `train` into tmp_path/run that ends with a code; returns what it printed."""
+
+    def call(*more, store=phantom_store, code=2):
+        assert main(words(store, tmp_path / "run", *more)) == code
+        return capsys.readouterr().err
+
+    return call
+
+
 # --- With the real network ---
 
 
@@ -77,11 +88,11 @@ def test_a_run_learns_and_its_best_weights_are_those_of_its_only_validation(lear
 
 
 def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(
-    phantom_store, learnt, tmp_path
+    phantom_store, learnt
 ):
     predictor = load_predictor(learnt)
     assert predictor.window == (16, 16, 16)
-    scores = evaluate_split(predictor, phantom_store, "val", tmp_path)["summary"]
+    scores = evaluate_split(predictor, phantom_store, "val", learnt)["summary"]
     scored = last_event(learnt, "validation")
     assert scored["cases"] == 1
     # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in
@@ -184,21 +195,19 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("name", ["dataset.json", "log.jsonl", "checkpoints/step-00000120.npz"])
 def test_a_folder_of_data_or_of_another_program_is_refused_and_left_as_it_is(
-    phantom_store, tmp_path, capsys, name, more
+    refused, tmp_path, name, more
 ):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine\n")
-    assert main(words(phantom_store, tmp_path / "run", *more)) == 2
-    assert f"must be a run or a new folder, got one with {name}" in capsys.readouterr().err
+    assert f"must be a run or a new folder, got one with {name}" in refused(*more)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
 
 
-def test_a_run_that_cannot_be_written_is_refused(phantom_store, tmp_path, capsys):
+def test_a_run_that_cannot_be_written_is_refused(refused, tmp_path):
     run = tmp_path / "run"
     run.write_text("a file")
-    assert main(words(phantom_store, run)) == 2
-    assert f"{run} must be a folder to write to, got a file" in capsys.readouterr().err
+    assert f"{run} must be a folder to write to, got a file" in refused()
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys):
@@ -215,10 +224,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, c
 
 
 @pytest.mark.parametrize("more", MORE)
-def test_tracking_without_mlflow_is_refused(phantom_store, tmp_path, capsys, monkeypatch, more):
+def test_tracking_without_mlflow_is_refused(refused, monkeypatch, more):
     monkeypatch.setattr("importlib.util.find_spec", lambda *name: None)
-    assert main(words(phantom_store, tmp_path / "run", "--mlflow", "somewhere", *more)) == 2
-    assert "mlflow must be installed" in capsys.readouterr().err
+    assert "mlflow must be installed" in refused("--mlflow", "somewhere", *more)
 
 
 @pytest.mark.usefixtures("without_network")
@@ -255,11 +263,10 @@ def with_free(monkeypatch, free_bytes):
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(
-    phantom_store, tmp_path, monkeypatch, capsys, more
+    refused, tmp_path, monkeypatch, more
 ):
     with_free(monkeypatch, 10 * 2**20)
-    assert main(words(phantom_store, tmp_path / "run", *more)) == 3
-    assert "got 10 MiB free" in capsys.readouterr().err
+    assert "got 10 MiB free" in refused(*more, code=3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -305,13 +312,12 @@ def test_a_region_that_no_training_case_has_is_a_line_of_warning(phantom_store, 
 
 @pytest.mark.usefixtures("without_network")
 def test_a_store_without_a_labelled_voxel_is_trained_on_if_that_is_forced_or_was_begun(
-    phantom_store, tmp_path, capsys
+    refused, phantom_store, tmp_path
 ):
     store = without_codes(phantom_store, tmp_path / "store", 1, 2, 3)
     run = tmp_path / "run"
     for more in ([], ["--dry-run"]):
-        assert main(words(store, run, *more)) == 2
-        printed = capsys.readouterr().err
+        printed = refused(*more, store=store)
         assert re.search("error: .* must have labelled voxels, got none .*--force", printed)
         assert not run.exists()
     train(store.folder, run, settings={**FEW, "steps": 2}, force=True)
@@ -324,6 +330,8 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
     prepare(real_cases / "brats-gli-real", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     train(tmp_path / "store", tmp_path / "run", settings={"epochs": 120, "augment": "off"})
     predictor = load_predictor(tmp_path / "run")
-    scores = evaluate_split(predictor, open_store(tmp_path / "store"), "train", tmp_path)["summary"]
+    scores = evaluate_split(predictor, open_store(tmp_path / "store"), "train", tmp_path / "run")[
+        "summary"
+    ]
     for name, least in {"WT": 0.95, "TC": 0.90, "ET": 0.80}.items():
         assert scores[name]["dice"]["mean"] >= least
