@@ -35,7 +35,7 @@ def volume(values, shape=(1, 2, 2, 1, 1)):
 
 
 def logit(probabilities):
-    p = np.clip(np.array(probabilities, "f4"), 1e-9, 1 - 1e-7)
+    p = np.clip(probabilities, 1e-9, 1 - 1e-7)
     return volume(np.log(p / (1 - p)))
 
 

@@ -19,9 +19,7 @@ def orthogonal_by_hand(kernel):
     return reference.orthogonal(kernel.reshape(-1, kernel.shape[-1])).reshape(kernel.shape)
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 16, 32)], ids=["tall", "wide", "up"]
-)
+@pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64)], ids=["tall", "wide"])
 def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(shape):
     matrix = orthogonal(tf.constant(noise(*shape))).numpy()
     assert matrix.shape == shape

@@ -18,23 +18,24 @@ DEEP = {"depth": 3, "deep_supervision": True}
 DEEP_BF16 = {"policy": "speed", "norm": "none", "dtype": "bfloat16", **DEEP}
 
 
-def volumes(count=4, batch=2):
+def volumes(count=4):
     rng = np.random.default_rng(0)
     image = rng.standard_normal((count, *GRID, 4))
     target = rng.random((count, *GRID, 3)) < 0.3
     data = tf.data.Dataset.from_tensor_slices((image.astype("f4"), target.astype("u1")))
-    return data.batch(batch, drop_remainder=True)
+    return data.batch(2, drop_remainder=True)
 
 
-def compiled(more, batch_size, eager=False):
-    model = build_unet3d(UNetConfig(**{"filters": 4, "depth": 2, **more}), GRID, batch_size)
+def compiled(more, eager=False):
+    model = build_unet3d(UNetConfig(filters=4, **more), GRID, 2)
     model.layers[1].trainable = False
-    more = {
-        "loss_weights": head_weights(model.outputs),
-        "metrics": [RegionDice(0, "WT")],
-        "run_eagerly": eager,
-    }
-    model.compile("adam", DiceCrossEntropy(), **more)
+    model.compile(
+        "adam",
+        DiceCrossEntropy(),
+        loss_weights=head_weights(model.outputs),
+        metrics=[RegionDice(0, "WT")],
+        run_eagerly=eager,
+    )
     return model
 
 
@@ -44,7 +45,7 @@ def same(arrays, expected):
 
 @pytest.mark.usefixtures("needs_native")
 def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(tmp_path):
-    model, data = compiled(DEEP_BF16, 2, eager=True), volumes()  # in graphs: the example, below
+    model, data = compiled(DEEP_BF16, eager=True), volumes()  # in graphs: the example, below
     callback = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
     first = model.fit(data, epochs=2, callbacks=[callback], verbose=0).history
     assert first["loss"][1] < first["loss"][0]
@@ -59,7 +60,7 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(tmp_path):
 
 
 def test_its_loss_is_the_one_that_train_minimises():
-    model = compiled(DEEP, 2)
+    model = compiled(DEEP)
     ((image, target),) = volumes(2)
     expected, *_ = model.loss_and_gradients(DEFAULT_LOSS, image, target)
     losses = [
@@ -78,7 +79,6 @@ def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys, m
         example, "UNetConfig", lambda **own: UNetConfig(**{**own, "filters": 4, "depth": 2})
     )
     losses = example.main(phantom_store.folder, tmp_path, epochs=2)
-    assert len(losses) == 2
-    assert losses[-1] < losses[0]
+    assert losses[1] < losses[0]
     assert {"best.keras", "last.keras"} <= {path.name for path in tmp_path.iterdir()}
     assert "WT: " in capsys.readouterr().out
