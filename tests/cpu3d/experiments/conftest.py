@@ -22,7 +22,7 @@ from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event
 from cpu3d.training import fit
 from tests.cpu3d.conftest import FakePredictor
-from tests.cpu3d.runs import HOST, SMALL, NumpyLearner
+from tests.cpu3d.runs import HOST, SMALL, NumpyLearner, save_after_each_step
 
 SETTINGS = {**SMALL, "epochs": 2, "validations": 1}
 
@@ -107,6 +107,7 @@ def carried_out_here(monkeypatch):
         return networks(runs, weights, inference)
 
     monkeypatch.setattr(fit, "Learner", lambda config, exchange: NumpyLearner(config))
+    save_after_each_step(monkeypatch)
     monkeypatch.setattr(runner, "call", call)
     for module in (folds, variants):
         monkeypatch.setattr(module, "read_host", lambda: HOST)
