@@ -105,8 +105,6 @@ def with_windows(
 ) -> Tuple[Normalisation, ...]:
     """Fill in the window of each CT, from the labelled voxels in the records of the training
     cases. Raises InputError if there are none, or of one value."""
-    if not any(each.kind is Kind.CT for each in normalisation):
-        return tuple(normalisation)  # no record is read
     samples: List[List[Tuple[float, ...]]] = [[] for _ in channels]
     for record in records:
         for sample, values in zip(samples, record.foreground):

@@ -1,5 +1,7 @@
 """How the channels of a data set are normalised, from its files on."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,7 @@ def kinds(store):
         (with_skull, "rescale_to_0_1", "rescale", "by its name"),
         (in_hounsfield_units, "CT", "ct", "by its name"),
         (beside(-1024, 1), "MRI", "ct", "from 5% on"),
+        (beside(-910, 1), "MRI", "ct", "from 5% on"),
     ],
 )
 def test_a_kind_is_by_name_or_by_voxels_and_the_summary_says_why(tmp_path, volume, name, kind, why):
@@ -144,6 +147,22 @@ def test_kinds_are_of_channels_and_a_user_may_choose_them(tmp_path):
     other = prepared(tmp_path, *volumes, names=names, normalise=chosen, name="other")
     assert kinds(other) == ["zscore", "zscore-foreground", "rescale"]
     assert other.manifest.split_hash != store.manifest.split_hash
+
+
+def test_cases_of_the_test_split_decide_neither_kinds_nor_windows(tmp_path):
+    def water_or_bone(seed):
+        return in_hounsfield_units(seed) + np.int16(1000 * (seed > 1))
+
+    def head_or_brain(seed):
+        return beside(0, 12 * (seed > 1))(seed)
+
+    data = data_set(tmp_path / "data", water_or_bone, head_or_brain, names=("CT", "MRI"))
+    folds = [{"train": ["c_0"], "val": ["c_1"]}, {"train": ["c_1"], "val": ["c_0"]}]
+    (tmp_path / "folds.json").write_text(json.dumps(folds))
+    manifest = prepare(data, tmp_path / "store", workers=1, splits=tmp_path / "folds.json")
+    ct, mri = manifest.normalisation
+    assert ct.high < 100
+    assert mri.kind is Kind.ZSCORE
 
 
 def test_scores_that_a_user_chose_for_a_ct_are_given_and_others_are_refused(tmp_path):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.ndimage import binary_erosion
 
 from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.notes import case_notes
@@ -34,7 +33,6 @@ from tests.cpu3d.data.spaced import (
     CORNER_MM,
     LABELS,
     RADII_MM,
-    drawn,
     write_drawn,
 )
 
@@ -136,17 +134,6 @@ def test_what_is_drawn_stays_in_its_place_and_keeps_its_volume(
         assert ml == pytest.approx(4 / 3 * np.pi * np.prod(RADII_MM[code]), rel=0.06)
 
 
-@pytest.mark.parametrize("spacing_mm", [(2.0, 2.0, 2.0), (1.0, 1.0, 2.0), (0.8, 0.8, 4.0)])
-def test_intensities_are_those_of_an_image_that_was_drawn_at_that_spacing(spacing_mm):
-    expected, label = drawn(ISO)
-    image, _ = drawn(spacing_mm)
-    made = resample_image(image[..., 0], label.shape, spacing_mm)
-    rest = binary_erosion(expected.any(-1) & (label == 0), iterations=3)
-    difference = np.abs(made - expected[..., 0])[rest]
-    assert np.percentile(difference, 95) < 10  # of waves of 40 along each axis
-    assert np.mean((made != 0) == (expected[..., 0] != 0)) > 0.95
-
-
 def test_background_stays_0_and_no_intensity_is_beyond_the_source_s():
     volume = np.zeros((20, 20, 20), np.int16)
     volume[5:15, 5:15, 5:15] = 700
@@ -177,7 +164,9 @@ def test_thick_slices_are_linear_between_and_cubic_within():
     made = resample_image(volume, (9, 9, 8), (1, 1, 4), outside=None)
     np.testing.assert_allclose(made[4, 4], [0, 0, 0, 0.25, 0.75, 0.75, 0.25, 0], atol=1e-6)
     finer = resample_image(volume, (9, 9, 8), (1, 1, 2), outside=None)
-    assert finer[4, 4, 4] > 0.8  # of a cubic
+    near = 0.8671875  # Catmull and Rom's weights at 1/4 and 3/4 of a voxel
+    far = 0.2265625
+    np.testing.assert_allclose(finer[4, 4], [0, 0, 0, far, near, near, far, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize(
