@@ -257,7 +257,7 @@ def test_a_ct_is_resampled_within_its_values_to_half_a_step(mixed):
         assert image.dtype == np.int16
         values = in_units(image, record.units)[..., 0]
         assert values.shape == record.shape == SHAPE
-        expected = resample_image(source, record.shape, (1, 1, 2), outside=None)
+        expected = resample_image(source, record.shape, (1, 1, 2), has_background=False)
         ((step, _),) = record.units
         assert step <= (int(source.max()) - int(source.min())) / 65_000
         np.testing.assert_allclose(values, expected, atol=0.51 * step)

@@ -139,8 +139,7 @@ def _resample(
     on its source's grid."""
     shape = xyz(volumes[0].shape)
     for index, each in enumerate(kinds):  # one after the other: each volume is forgotten at once
-        outside = 0.0 if each.has_background else None
-        volumes[index] = resample_image(volumes[index], made, spacing_mm, outside)
+        volumes[index] = resample_image(volumes[index], made, spacing_mm, each.has_background)
     if label is None:
         return None, SourceGrid(shape, {}, "")
     source = SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))

@@ -116,8 +116,7 @@ def with_windows(
             windowed.append(each)
             continue
         try:
-            window = ct_of([values for values in sample if values], each.why)
-            windowed.append(replace(window, is_chosen=each.is_chosen))
+            windowed.append(ct_of([values for values in sample if values], each.why))
         except ValueError as error:
             rule = f"labelled voxels of the training cases must give the window of {name}"
             problems.append(f"{rule}, got {error}; prepare with --normalise {name}=zscore")

@@ -176,13 +176,12 @@ def grid_of(record: CaseRecord) -> Geometry:
 
 
 def resample_image(
-    volume: Array, shape: Shape3, spacing_mm: Sequence[float], outside: Optional[float] = 0.0
+    volume: Array, shape: Shape3, spacing_mm: Sequence[float], has_background: bool = True
 ) -> Array:
     """Resample a channel `(X, Y, Z)` of these spacings to another `shape`, float32, within its own
     range.
 
-    What is exactly `outside` is no intensity: a voxel that is mostly made of it becomes it. None
-    for volumes where every value is one.
+    If it `has_background`, 0 is no intensity: a voxel that is mostly made of it becomes it.
     """
     made_mm = spacing_at(xyz(volume.shape), spacing_mm, shape)
     thick = {thick_axis(spacing_mm), thick_axis(made_mm)}
@@ -190,10 +189,8 @@ def resample_image(
         volume, _taps_of(volume.shape, shape, [axis not in thick for axis in range(3)])
     )
     np.clip(made, volume.min(), volume.max(), out=made)
-    if outside is not None:
-        inside = volume != outside
-        if not inside.all():
-            made[_resample(inside, _taps_of(volume.shape, shape)) < 0.5] = outside
+    if has_background:
+        made[_resample(volume != 0, _taps_of(volume.shape, shape)) < 0.5] = 0
     return made
 
 

@@ -170,6 +170,9 @@ def test_scores_that_a_user_chose_for_a_ct_are_given_and_others_are_refused(tmp_
     assert kinds(store) == ["zscore"]
     with pytest.raises(InputError, match="must not be CT"):
         prepared(tmp_path, in_hounsfield_units, normalise=("MRI=zscore-foreground",), name="other")
+    words = ("CT=zscore-foreground",)
+    named = prepared(tmp_path, in_hounsfield_units, names=("CT",), normalise=words, name="named")
+    assert kinds(named) == ["zscore-foreground"]
 
 
 def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(tmp_path, ct_data):
