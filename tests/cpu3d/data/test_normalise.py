@@ -66,6 +66,8 @@ def test_a_ct_is_clipped_to_percentiles_of_the_pooled_foreground_and_each_case_c
     moved = levels_of([Statistics(0, 1, 0, 1)], [shifted])
     levels = levels_of([Statistics(0, 1, 0, 1)], [made])
     assert (moved.window - levels.window == 1024).all()
+    ends = np.array([[made.low, made.high]])
+    np.testing.assert_allclose(levels.limits, (ends - made.mean) / made.std)
     for name in ("scale", "outside", "limits"):
         np.testing.assert_array_equal(
             np.float32(getattr(moved, name)), np.float32(getattr(levels, name))
