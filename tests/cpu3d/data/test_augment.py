@@ -5,20 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig, draw, smoothing
-from cpu3d.data.normalise import Statistics, levels_of
+from cpu3d.data.augment import AUGMENTS, NO_AUGMENT, AugmentConfig, draw, smoothing
+from cpu3d.data.normalise import Kind, Normalisation, Statistics, levels_of
 
-ALL = AugmentConfig(
-    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
-)
+ALL = AUGMENTS["nnunet"]
 
 
-def drawn(config, position, *, channels=2, spacing_mm=(1, 1, 1), names=(), own=(0, 1, 0, 1)):
+def drawn(config, position, *, channels=2, names=(), own=(0, 1, 0, 1), kind=Kind.FOREGROUND):
     """With a normalisation that changes nothing, unless by a channel's `own` statistics: "scale" is
     the gain, "shift" the offset."""
-    levels = levels_of([Statistics(*own)] * channels, ())
+    levels = levels_of([Statistics(*own)] * channels, [Normalisation(kind)] * channels)
     mirrored = config.mirrored_axes(names)
-    return draw(config, levels, spacing_mm, seed=1, position=position, mirrored=mirrored)
+    return draw(config, levels, (1, 1, 1), seed=1, position=position, mirrored=mirrored)
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
@@ -32,6 +30,9 @@ def test_what_is_drawn_depends_on_seed_and_position_alone():
     halved = drawn(ALL, 3, own=(4, 2, 0, 9))
     np.testing.assert_allclose(halved.scale, 0.5 * samples[3].scale, rtol=1e-6)
     np.testing.assert_allclose(halved.shift, samples[3].shift - 2 * samples[3].scale, rtol=1e-6)
+    other = drawn(ALL, 3, own=(4, 2, 0, 9), kind=Kind.ZSCORE)  # x / 2, and -2 around the volume
+    np.testing.assert_allclose(other.scale, halved.scale)
+    np.testing.assert_allclose(other.outside, halved.shift, rtol=1e-6)
 
 
 @pytest.mark.parametrize("left", ["rotation_deg", "contrast", "gamma", "noise", "blur", "gain"])

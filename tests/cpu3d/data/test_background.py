@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import affine_transform
 
-from cpu3d.data.background import border_value, without_residue
+from cpu3d.data.background import border_value, without_far_values, without_residue
 
 SHAPE = (24, 20, 16)
 
@@ -82,6 +82,13 @@ def test_residue_in_a_crop_whose_border_is_mostly_head_becomes_0_too():
     dirty = np.where(clean == 0, noise(1e-5)[crop], clean).astype(np.float32)
     assert np.array_equal(without_residue(dirty), clean)
     assert border_value(clean) == 0
+
+
+def test_a_value_far_from_all_others_becomes_the_median_of_its_neighbours():
+    volume = np.random.default_rng(0).integers(1, 100, (12, 12, 12))
+    volume[0, 0, 0] = 10**6
+    made, changed = without_far_values(volume, has_background=True)
+    assert (made[0, 0, 0], changed) == (np.sort(volume[:2, :2, :2], axis=None)[3], 1)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(-1024, np.int16), (-0.73, np.float32)])

@@ -14,7 +14,6 @@ from cpu3d.data.labels import (
     label_from_regions,
     mirror_pair,
     painted_codes,
-    region_mask,
 )
 from cpu3d.errors import InputError
 
@@ -63,14 +62,6 @@ OVERLAPPING = {"a": (1, 2), "b": (2, 3), "c": (4,)}
 def test_what_a_painted_code_means(regions, paint, meanings):
     painted = PaintedRegions(regions, paint)
     assert code_meanings(painted, NAMES) == {0: "background", **meanings}
-
-
-@given(st.sampled_from([DECATHLON, BRATS_2021, ORGANS]), st.integers(0, 2**32 - 1))
-def test_painting_the_masks_of_a_label_gives_that_label(regions, seed):
-    codes = sorted({0}.union(*regions.values()))
-    label = np.random.default_rng(seed).choice(np.array(codes, np.uint8), (3, 4, 2))
-    masks = np.stack([region_mask(label, own) for own in regions.values()], axis=-1)
-    np.testing.assert_array_equal(label_from_regions(masks, regions), label)
 
 
 NNUNETS = [

@@ -34,9 +34,9 @@ def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
 
 
 @pytest.mark.parametrize(
-    ("shape", "overlap", "count"),
-    [((12, 6, 4), 0.5, 2), ((13, 6, 4), 0.5, 3), ((24, 12, 4), 0.0, 6), ((10, 6, 4), 0.75, 2),
-     ((5, 5, 5), 0.5, 2)],
+    ("shape", "overlaps", "count"),
+    [((12, 6, 4), (), 2), ((13, 6, 4), (), 3), ((5, 5, 5), (), 2), ((24, 12, 4), (0.0,), 6),
+     ((10, 6, 4), (0.75,), 2)],
 )  # fmt: skip
-def test_tiles_are_the_fewest_that_overlap_enough(shape, overlap, count):
-    assert window_count(shape, (8, 6, 4), overlap) == count
+def test_tiles_are_the_fewest_that_overlap_enough_by_default_by_a_half(shape, overlaps, count):
+    assert window_count(shape, (8, 6, 4), *overlaps) == count

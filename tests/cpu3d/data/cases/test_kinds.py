@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.augment import AUGMENTS, NO_AUGMENT
 from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.kinds import is_ct
 from cpu3d.data.cases.notes import case_notes
@@ -25,9 +25,7 @@ from tests.cpu3d.data.made_datasets import dataset_json, decathlon, write_nifti
 
 LABELS = {"0": "background", "1": "tumour"}
 SHAPE = (14, 12, 10)
-EVERY = AugmentConfig(
-    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
-)
+EVERY = AUGMENTS["nnunet"]
 
 
 def test_a_channel_is_ct_by_its_name():

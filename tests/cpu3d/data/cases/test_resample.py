@@ -1,7 +1,5 @@
 """Cases at one spacing, and answers back on the grid of their source."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -218,13 +216,3 @@ def test_answers_come_back_to_the_grid_of_the_source(tmp_path, spacing_mm, least
         dice = 2 * np.count_nonzero(answer & truth) / (answer.sum() + truth.sum())
         assert dice > least
     np.testing.assert_allclose(to_source_grid(np.ones_like(answers), record), 1, rtol=1e-6)
-
-
-def test_a_case_of_that_spacing_is_as_it_was(tmp_path):
-    case = load(tmp_path, ISO, (1.0, 1.0, 1.005))
-    own = load(tmp_path, ISO, None)
-    assert case.source_label is None
-    assert replace(case.record, sources=()) == replace(own.record, sources=())
-    assert grid_of(case.record) is case.record.geometry
-    answers = np.zeros((*case.record.shape, 1), np.float32)
-    assert to_source_grid(answers, case.record) is answers

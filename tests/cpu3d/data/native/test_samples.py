@@ -191,17 +191,6 @@ def test_no_change_leaves_the_window_of_a_ct_and_0_stays_0_only_where_it_is_back
     assert len(np.unique(corner[..., 2])) == 8
 
 
-def test_a_box_is_normalised_and_placed_to_the_bit_as_by_hand():
-    box = stored()
-    image, target = make_sample(box, drawn("flips"), form())
-    value = box.image.astype(np.float32)
-    around = [(a, m - n - a) for a, n, m in zip(AT, SHAPE, FIELD)]
-    expected = np.pad(np.where(value == 0, np.float32(0), value * SCALE + SHIFT), [*around, (0, 0)])
-    np.testing.assert_array_equal(image, expected[::-1, :, ::-1])
-    regions = np.stack([np.isin(box.label, codes) for codes in CODES], -1)
-    np.testing.assert_array_equal(target, np.pad(regions, [*around, (0, 0)])[::-1, :, ::-1])
-
-
 # --- Turning ---
 
 
