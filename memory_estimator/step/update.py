@@ -3,13 +3,12 @@ by kernel."""
 
 from typing import Any, Dict, Optional, Sequence
 
-from memory_estimator.step.timeline import Group, NativeOperation, Tensor
+from memory_estimator.step.timeline import NativeOperation
 from memory_estimator.step.writer import Writer, matrix_shape
 from models.layer_plan import LayerOp
 from models.optimizers import OPTIMIZERS, Weight
 
-SQUARES = 7  # of Muon's iteration by TensorFlow: matrices at once
-SQUARE_PRODUCTS = 19  # and products of two of them
+SQUARE_PRODUCTS = 19  # of Muon's iteration by TensorFlow: of two square matrices each
 OWN_SQUARE_PRODUCTS = 17  # of the native operation
 
 GRAPH_OPS = 12
@@ -143,18 +142,10 @@ class _WrittenWeight(Weight):
     def _plain_orthogonal(self, ahead: str) -> str:
         op = self._op
         few = min(matrix_shape(op))
-        square = 4 * few**2
-        names = [f"{op.name}/square{number}" for number in range(1, SQUARES)]
-        scratch = tuple(Tensor(name, square, Group.SCRATCH) for name in names)
         flops = 2 * op.kernel_elements * few
-        product = self._writer.make(
-            f"{op.name}/product",
-            "update",
-            [ahead],
-            square,
-            scratch=scratch,
-            flops=flops + 2 * SQUARE_PRODUCTS * few**3,
-        )
+        squares_flops = flops + 2 * SQUARE_PRODUCTS * few**3
+        name = f"{op.name}/product"
+        product = self._writer.make(name, "update", [ahead], 4 * few**2, flops=squares_flops)
         return self._writer.make(
             f"{op.name}/orthogonal",
             "update",

@@ -9,6 +9,7 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate, live_at_peak
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import Group, Tensor, Timeline
+from memory_estimator.training import ExtraMemory, run_estimate
 from models.config import POLICIES, UNetConfig
 
 SMALL = Job(
@@ -30,6 +31,11 @@ RECORDED = Accuracy(tuple(kind(policy, "bfloat16") for policy in POLICIES))
 
 def of(job=SMALL, accuracy=RECORDED, constants=CONSTANTS, **changes):
     return estimate(dataclasses.replace(job, **changes), constants, accuracy)
+
+
+def beside(result):
+    """Component -> bytes of what is held beside the steps."""
+    return {line.name: line.bytes for line in result.extra}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -62,7 +68,7 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     for figure, more in (("allocator_peak_bytes", -sample), ("process_peak_bytes", sample)):
         expected = pytest.approx(getattr(fed, figure) + more, rel=0.02)
         assert getattr(from_store, figure) == expected
-    extra = {line.name: line.bytes for line in from_store.extra}
+    extra = beside(from_store)
     validation = extra.pop("validation", 0)
     bound = from_store.kind.upper_bound(from_store.process_peak_bytes + validation)
     assert from_store.upper_bound_bytes == bound + sum(extra.values())
@@ -76,8 +82,27 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     assert reworked - from_store.upper_bound_bytes == volume * (4 * 4 + 4)
     # Several volumes are side by side before they are copied into one batch.
     two = of(from_store=True, batch=2, micro_batch=2)
-    prepared = [line.bytes for line in two.extra if line.name == "samples in preparation"]
-    assert prepared == [2 * sample]
+    assert beside(two)["samples in preparation"] == 2 * sample
+    # A validation has the next volume ready, and paints many maps slab by slab.
+    many = of(SMALL.with_unet(outputs=40, policy="lean"), from_store=True)
+    assert beside(many)["validation"] == pytest.approx(volume * (4 * 2 + 40), rel=0.2)
+
+
+def test_what_a_worker_holds_beside_its_steps_is_counted_by_hand():
+    """Volumes of 128^3 are averaged along X and Y to those of the steps, of 96^3."""
+    extra = ExtraMemory(
+        volume_shape=(128,) * 3, resolution=(0.5, 0.5, 1), judged_shape=(256,) * 3, cases=10**4
+    )
+    held = beside(run_estimate(SMALL, CONSTANTS, RECORDED, extra))
+    # Three volumes, the scores' weights and two maps of logits, an average and what is left of X.
+    volumes = 128**3 * (3 * (4 * 2 + 3) + 4 + 2 * 4 * 3 + 4 * 4 * (1 + 0.5))
+    averaged = 4 * 96**3 * 4
+    assert held == {
+        "whole volumes": volumes,
+        "an averaged volume": averaged,
+        "post-processing": (4 * 3 + 39) * 256**3 - volumes - averaged,
+        "case records": 1200 * 10**4 // 2**20 * 2**20,
+    }
 
 
 @pytest.mark.parametrize(
@@ -137,8 +162,3 @@ def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
         ("transients", 2048),
     ]
     assert "decoder0_act2/gradient" in bill[-1].source
-
-
-@pytest.mark.parametrize("group", Group)
-def test_every_tensor_counts_in_the_bill(group):
-    assert [line.bytes for line in held(("any", 256, group))] == [256]

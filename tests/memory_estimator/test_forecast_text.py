@@ -26,9 +26,8 @@ def test_a_table_has_steps_grids_and_seconds_as_of_another_host():
     full = dataclasses.replace(made.full, step_s=10.0, coarse=coarse)
     forecast = dataclasses.replace(made, full=full)
     table = steps_table(forecast)
-    cells = [cell for row in table.rows for cell in row]
-    for cell in ("15", "5", "20", "16 x 16 x 16", "32 x 32 x 32", "2 s", "10 s"):
-        assert cell in cells
+    cells = {cell for row in table.rows for cell in row}
+    assert cells >= {"15", "5", "20", "16 x 16 x 16", "32 x 32 x 32", "2 s", "10 s"}
     assert "a step, uncalibrated" in table.columns
     assert time_line(forecast).startswith("about 80 s in all")
 
@@ -53,9 +52,7 @@ def test_hours_are_a_range_where_errors_are_known_within_the_budget(scales, budg
     assert time_line(forecast).startswith(time)
 
 
-@pytest.mark.parametrize(
-    ("needed", "says"), [(3, "1.00 GiB to spare"), (4, "0 KiB to spare"), (5, "1.00 GiB short")]
-)
+@pytest.mark.parametrize(("needed", "says"), [(4, "0 KiB to spare"), (5, "1.00 GiB short")])
 def test_whether_it_fits_is_one_sentence(needed, says):
     sentence = verdict(needed * GIB, 4 * GIB, "free")
     assert says in sentence
