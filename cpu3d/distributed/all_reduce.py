@@ -17,7 +17,7 @@ import os
 import re
 import socket
 import struct
-from typing import Any, Callable, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Mapping, Optional
 
 import numpy as np
 
@@ -200,9 +200,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     def sum_over_workers(vector: Any) -> Any:
         starts = range(0, int(vector.shape[0]), PIECE)
         sums = [sum_of_piece(vector[start : start + PIECE]) for start in starts]
-        if not sums:
-            return vector
-        return sums[0] if len(sums) == 1 else tf.concat(sums, 0)
+        return tf.concat(sums, 0) if sums else vector
 
     return sum_over_workers
 
@@ -214,17 +212,9 @@ MEMORY_BYTES = 32 * 2**20  # of all parts
 NONE_LOST = -1  # instead of a rank
 
 
-class Word(NamedTuple):
-    """What a worker sends when it is ready, and the chief to all when all are."""
-
-    size: int  # numbers in the vector to be summed
-    lost: int = NONE_LOST  # rank of the worker that the chief has lost
-
-    def packed(self) -> bytes:
-        return WORD.pack(*self)
-
-
-WORD = struct.Struct("<qq")  # of a Word
+# What a worker sends when it is ready, and the chief to all when all are: how many numbers are to
+# be summed, and the rank of the worker that the chief has lost.
+WORD = struct.Struct("<qq")
 
 
 class SharedMemory:
@@ -284,10 +274,10 @@ class SharedMemory:
         _, handles, *_ = socket.recv_fds(self._peers[0], WORD.size, 1)
         return handles[0]
 
-    def _send(self, word: Word) -> None:
+    def _send(self, size: int, lost: int = NONE_LOST) -> None:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # one that is gone is noticed when its word is read
-                peer.send(word.packed())
+                peer.send(WORD.pack(size, lost))
 
     def _wait_for_all(self, size: int) -> None:
         """Return when all workers are ready for the same, however long it takes: `launch` ends one
@@ -295,23 +285,23 @@ class SharedMemory:
         is_chief = self._cluster.is_chief
         lost = NONE_LOST
         if not is_chief:
-            self._send(Word(size))
+            self._send(size)
         for rank, peer in self._peers.items():
             peer.settimeout(None)
             try:
-                word = Word(*WORD.unpack(peer.recv(WORD.size)))
+                their_size, their_lost = WORD.unpack(peer.recv(WORD.size))
             except (OSError, struct.error):
                 # read the others first: closing with a word unread would drop the words sent to
                 # them
                 lost = rank
                 continue
-            if word.lost != NONE_LOST:
-                raise lost_worker(self._cluster, word.lost, "no answer to worker 0")
-            if is_chief and word.size != size:
-                got = f"{word.size} of worker {rank} and {size} of worker 0"
+            if their_lost != NONE_LOST:
+                raise lost_worker(self._cluster, their_lost, "no answer to worker 0")
+            if is_chief and their_size != size:
+                got = f"{their_size} of worker {rank} and {size} of worker 0"
                 raise ValueError(f"vectors must have one length, got {got}")
         if is_chief:
-            self._send(Word(size, lost))
+            self._send(size, lost)
         if lost != NONE_LOST:
             raise lost_worker(self._cluster, lost, GONE)
 
@@ -337,16 +327,11 @@ def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLos
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     """The error from an engine's message, some twenty lines of C++: which worker is gone, as far as
     known, and how."""
-    text, *_ = message.partition("aborted by:")[2].split("\n")
-    if not text.strip():
-        text, *_ = message.strip().split("\n")
-    if not text.strip():
-        text = "an error without a message"
+    reason, *_ = message.rpartition("aborted by:")[2].strip().split("\n")
     named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
     if not named and "CoordinationService/" in message and not cluster.is_chief:
         named = {0}  # that service is the chief's
-    known = named & set(range(cluster.workers))
-    others = known - {cluster.rank}
+    others = named - {cluster.rank}
     # Another worker rather than this one, if both are named.
-    rank = min(others or known, default=None)
-    return lost_worker(cluster, rank, text.strip()[:160])
+    rank = min(others or named, default=None)
+    return lost_worker(cluster, rank, reason[:160])

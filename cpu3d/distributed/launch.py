@@ -93,9 +93,8 @@ def run(options: Options) -> int:
         todo = f"run `{loop}` for each I, then the same `train --folds` alone, which scores them"
         raise InputError(f"{rule}; {todo}")
     if training.dry_run or training.json:
-        got = "train --dry-run" if training.dry_run else "train --json"
-        todo = "give `launch --dry-run train ...`, or `train --dry-run` alone"
-        raise InputError(f"launch must start a training, got {got}; {todo}")
+        todo = "give `launch --dry-run train ...`, or `train` alone"
+        raise InputError(f"launch must start a training, got --dry-run or --json; {todo}")
     refuse_folds(training.run)
     topology = read_topology()
     placement = place_workers(options, os.environ, default_workers(topology))

@@ -32,7 +32,7 @@ POLL_S = 0.05
 TRY_AGAIN_S = 0.5
 SAY_AFTER_S = 10.0
 HELLO_S = 5.0  # for a caller that has connected to send its rank
-HELLO_BYTES = 4096  # the most that a caller may send
+HELLO_BYTES = 2**16  # the most that a caller may send
 PLAN_BYTES = 2**24  # the same of the chief
 MESSAGE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
 
@@ -51,9 +51,8 @@ def meet(
 
     Raises InputError if this worker's port is taken or the workers have different clusters, and
     WorkerLostError on all that have come if others do not within `limit_s`."""
-    began_s = time.monotonic()
-    until_s = began_s + limit_s
-    say_at_s = began_s + SAY_AFTER_S
+    until_s = time.monotonic() + limit_s
+    say_at_s = time.monotonic() + SAY_AFTER_S
 
     def wait_for(missing: Sequence[int], is_over: bool = False) -> None:
         """Name the missing workers once, after a while. Raises WorkerLostError when the time is
@@ -79,7 +78,7 @@ def meet(
             with contextlib.suppress(OSError), contextlib.ExitStack() as to_chief:
                 connection = to_chief.enter_context(connect(cluster))
                 if not _is_stranger(cluster, connection):
-                    _send(connection, {"rank": cluster.rank, "cluster": digest(cluster)})
+                    _send(connection, {"rank": cluster.rank, "cluster": cluster.addresses})
                     answer = _receive(connection, until_s - time.monotonic() + HELLO_S, PLAN_BYTES)
                 if "go" in answer:
                     to_chief.pop_all()
@@ -117,11 +116,6 @@ def connect(cluster: Cluster) -> socket.socket:
     return socket.create_connection(host_and_port(cluster.addresses[0]), timeout=HELLO_S)
 
 
-def digest(cluster: Cluster) -> str:
-    """A digest of the addresses: workers of one cluster have the same."""
-    return hashlib.sha256(",".join(cluster.addresses).encode()).hexdigest()
-
-
 # --- Private helpers ---
 
 
@@ -145,10 +139,7 @@ def _listen(cluster: Cluster) -> socket.socket:
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free"
         todo = "end the process that has it, perhaps of an earlier run, or choose another port"
-        got = str(error)
-        if error.errno is not None:
-            got = os.strerror(error.errno)
-        raise InputError(f"{rule}, got {got}; {todo}") from None
+        raise InputError(f"{rule}, got {error.strerror}; {todo}") from None
 
 
 def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
@@ -156,12 +147,14 @@ def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
     with its process."""
     of_worker = hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()
     name = f"\0cpu3d-{os.getuid()}-{of_worker}".encode()
-    with contextlib.ExitStack() as stack:
-        endpoint = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
         endpoint.settimeout(HELLO_S)
         getattr(endpoint, method)(name)
-        stack.pop_all()
-        return endpoint
+    except OSError:
+        endpoint.close()
+        raise
+    return endpoint
 
 
 def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
@@ -206,7 +199,7 @@ def _hear(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.so
     if not _is_stranger(cluster, connection):
         hello = _receive(connection, HELLO_S, HELLO_BYTES)
     rank: Any = hello.get("rank")
-    is_same = hello.get("cluster") == digest(cluster)
+    is_same = hello.get("cluster") == list(cluster.addresses)
     if is_same and rank in range(1, cluster.workers) and rank not in here:
         here[rank] = connection
         return

@@ -11,7 +11,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -164,16 +163,13 @@ class _Worker:
             self.child.terminate()
             self.child.send_signal(signal.SIGCONT)
 
-    def kill_if_silent(self, beat: Heartbeat, run: Path) -> None:
-        """End it if its heartbeat is old, unless it waits for the chief. Raises OSError on a full
-        disk, as beats are lost there."""
+    def kill_if_silent(self, beat: Heartbeat) -> None:
+        """End it if its heartbeat is old, unless it waits for the chief."""
         if beat.beat != self.last_beat:
             self.last_beat = beat.beat
             self.beat_s = time.monotonic()
         silent_s = time.monotonic() - self.beat_s
         if silent_s > HANGING_S and beat.exit_code is None:
-            with tempfile.TemporaryFile(dir=run) as file:
-                file.write(bytes(2**16))
             self.hangs = f"no heartbeat for {silent_s:.0f} s while {beat.phase}"
             self.child.kill()
 
@@ -194,9 +190,9 @@ class _Worker:
             return f"hangs, {self.hangs}"
         if not self.code:
             return "finished"
+        ending = how_ended(self.code)
         words = ending_of(self.code).words
-        in_words = f" ({words})" if words else ""
-        return how_ended(self.code) + in_words
+        return f"{ending} ({words})" if words else ending
 
 
 def _watch(
@@ -223,7 +219,7 @@ def _watch(
             beats = {beat.pid: beat for beat in _beats_here(run)}
             for worker in left:
                 if worker.child.pid in beats:
-                    worker.kill_if_silent(beats[worker.child.pid], run)
+                    worker.kill_if_silent(beats[worker.child.pid])
         for worker in left:
             if any(now - other.ended_s >= SETTLE_S for other in failed):
                 worker.ask_to_end()

@@ -16,10 +16,9 @@ from typing import List, Optional, Sequence
 
 from rich.console import Console
 
-from cpu3d.host.self_test import Check, self_test
+from cpu3d.host.self_test import BUILD, Check, self_test
 from cpu3d.host.thread_plan import (
     ThreadPlan,
-    Topology,
     default_workers,
     host_lines,
     plan_lines,
@@ -66,7 +65,7 @@ def run(options: Options) -> int:
     plans = thread_plans(topology, workers)
     if not options.json:
         say(*host_lines(topology.host), *plan_lines(plans), "", stderr=False)
-    checks = [*host_checks(topology, plans), *process_checks(plans)]
+    checks = [*host_checks(topology.host, plans), *process_checks(plans)]
     if options.self_test and all(check.state != "fail" for check in checks):
         with Console(stderr=True).status("self-test of TensorFlow"):
             checks += self_test(options.engine)
@@ -99,16 +98,9 @@ def _checked(name: str, problem: str, todo: str, *, well: str) -> Check:
     return Check(name, "warn", problem, todo) if problem else Check(name, "ok", well)
 
 
-def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
+def host_checks(host: Host, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of the host and of the plans of its workers."""
-    host = topology.host
-    checks = instruction_checks(host)
-
-    problem = ""
-    if host.cpu_quota:
-        problem = f"{host.cpu_quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound"
-    todo = "ask for whole CPUs (a cpuset) instead: threads then keep their caches"
-    checks.append(_checked("CPU quota", problem, todo, well="none"))
+    checks = [instruction_check(host)]
 
     fewest = min(plan.intra_op for plan in plans)
     most = max(plan.intra_op for plan in plans)
@@ -125,48 +117,27 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     todo = "end other programs, take fewer workers, or see what fits: "
     todo += as_typed("./run.sh estimate --plan")
     checks.append(_checked("free memory", problem, todo, well=free))
-
-    problem = ""
-    if host.cgroup_limit_bytes:
-        limit = format_bytes(host.cgroup_limit_bytes)
-        problem = f"{limit} of {format_bytes(host.memory_bytes)} (cgroup)"
-    todo = "raise it if the machine is yours: above it a run is killed"
-    checks.append(_checked("memory limit", problem, todo, well="none"))
-
-    problem = ""
-    if topology.swap_bytes:
-        swap = format_bytes(topology.swap_bytes)
-        problem = f"{swap}: a step that needs it takes many times as long"
-    todo = "`swapoff -a`, or go by the memory plan, which does not count on it"
-    checks.append(_checked("swap", problem, todo, well="none"))
     return checks
 
 
-def instruction_checks(host: Host) -> List[Check]:
-    """Checks of the instruction set that native operations compute with, beside the best that the
-    CPU has."""
+def instruction_check(host: Host) -> Check:
+    """Check the instruction set that native operations compute with against the best that the CPU
+    has."""
     own = host.native
     name = "instruction set"
     cpu = instruction_set(host.isa, host.cpu_model) or NO_SET
-    dtype = Check("dtype", "ok", "training computes in bfloat16")
-    if not host.fast_bfloat16:
-        words = "training computes in float32"
-        more = "AVX512_BF16 or AMX would halve its time and its memory"
-        dtype = Check("dtype", "note", f"{words}; {more}")
-    result = f"{own.bfloat16} of native operations; the CPU has {cpu}"
     if not own.bfloat16:
-        why = f"none of native operations ({own.why})"
-        result = f"{why}: TensorFlow's layers compute; the CPU has {cpu}"
+        result = f"none ({own.why}): TensorFlow's layers compute; the CPU has {cpu}"
         if cpu == NO_SET:
-            return [Check(name, "note", result), dtype]
-        todo = "install a C compiler, then python -m models.native.build"
-        return [Check(name, "warn", result, todo), dtype]
-    if own.bfloat16 == cpu:
-        return [Check(name, "ok", result), dtype]
+            return Check(name, "note", result)
+        return Check(name, "warn", result, BUILD)
+    problem = ""
+    if own.bfloat16 != cpu:
+        problem = f"{own.bfloat16} of native operations; the CPU has {cpu}"
     todo = "build them by a newer compiler: training is faster"
     if os.environ.get(VARIABLE):
         todo = f"unset {VARIABLE}"
-    return [Check(name, "warn", result, todo), dtype]
+    return _checked(name, problem, todo, well=f"{cpu} of native operations")
 
 
 def process_checks(plans: Sequence[ThreadPlan]) -> List[Check]:

@@ -36,10 +36,9 @@ class Gpu:
 
     index: int  # as TensorFlow counts: by the slot it is in, among those of CUDA_VISIBLE_DEVICES
     name: str
-    memory_bytes: Optional[int]  # None if the driver has no figure, as for the next
-    free_bytes: Optional[int]
-    # of its instructions, (major, minor); (0, 0) if the driver has none
-    compute_capability: Tuple[int, int]
+    memory_bytes: int
+    free_bytes: int
+    compute_capability: Tuple[int, int]  # of its instructions, (major, minor)
 
     @property
     def device(self) -> str:
@@ -75,19 +74,14 @@ class HostGpus(Sequence[Gpu]):
 
 
 def parse_gpus(text: str) -> Tuple[Gpu, ...]:
-    """The cards in the answer of nvidia-smi to QUERY. Figures that the driver has none for, "[N/A]"
-    and the like, become None; a line that is no card is left out."""
+    """The cards in the answer of nvidia-smi to QUERY. One whose driver has no figure, but "[N/A]"
+    and the like, is left out."""
     cards: List[Gpu] = []
-    for line in text.splitlines():
-        name, *figures = (value.strip() for value in line.split(","))
-        if len(figures) != len(QUERY) - 1:
-            continue
-        total_bytes, free_bytes = (
-            int(mib) * 2**20 if mib.isdigit() else None for mib in figures[:2]
-        )
-        version = re.fullmatch(r"(\d+)\.(\d+)", figures[2])
-        capability = (int(version[1]), int(version[2])) if version else (0, 0)
-        cards.append(Gpu(len(cards), name, total_bytes, free_bytes, capability))
+    for index, line in enumerate(text.splitlines()):
+        match = re.fullmatch(r"(.+), (\d+), (\d+), (\d+)\.(\d+)", line)
+        if match:
+            total_mib, free_mib, major, minor = map(int, match.groups()[1:])
+            cards.append(Gpu(index, match[1], total_mib * 2**20, free_mib * 2**20, (major, minor)))
     return tuple(cards)
 
 
@@ -109,7 +103,7 @@ def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str
         return requested if requested == CPU else card_of(requested, gpus).device
     if mode != "patch" or not gpus or not cuda_is_installed():
         return CPU
-    return max(gpus, key=lambda gpu: (gpu.free_bytes or 0, -gpu.index)).device
+    return max(gpus, key=lambda gpu: (gpu.free_bytes, -gpu.index)).device
 
 
 def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
@@ -141,10 +135,7 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
 
 def largest_patch(card: Gpu, job: Job) -> Shape3:
     """The largest patch of the job's grid that a card trains in its free memory. Raises
-    DoesNotFitError if there is none, and InputError if the free memory is not known."""
-    if card.free_bytes is None:
-        rule = f"the free memory of {card.device} must be known"
-        raise InputError(f"{rule}, got none from its driver; give --patch")
+    DoesNotFitError if there is none."""
     try:
         return planner.patch_for(job, card.free_bytes, f"{card.device}, of which that is free,")
     except ValueError as error:
@@ -155,7 +146,7 @@ def check_card(card: Gpu, job: Job, todo: str) -> None:
     """Raise DoesNotFitError, with what to do, if a card has less memory free than a step of the job
     takes."""
     needed = planner.gpu_bytes(job)
-    if card.free_bytes is not None and needed > card.free_bytes:
+    if needed > card.free_bytes:
         free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.memory_bytes)}"
         raise DoesNotFitError(
             f"{card.device} must hold a step of {format_bytes(needed)}, got {free}; {todo}"
@@ -173,25 +164,19 @@ def use_device(tf: Any, device: str) -> None:
     "cpu" none.
 
     To be called after TensorFlow is imported and before it computes; again with the same device it
-    changes nothing. Raises InputError if TensorFlow sees no such card, and RuntimeError if the
-    process computes on another device."""
+    changes nothing. Raises InputError if TensorFlow sees no such card; TensorFlow itself raises
+    RuntimeError if the process computes on another device."""
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
     if device != CPU and not wanted:
-        rule = "--device must be a GPU that TensorFlow sees"
-        cuda = "with CUDA" if tf.test.is_built_with_cuda() else "without CUDA"
-        got = f"{device} with TensorFlow {tf.__version__}, built {cuda}, and {len(cards)} seen"
+        seen = f"the {len(cards)} that TensorFlow {tf.__version__} sees"
+        rule = f"--device must be a GPU of {seen}"
         todo = f"{how_to_install('gpu')}, name another, or use --device {CPU}"
-        raise InputError(f"{rule}, got {got}; {todo}")
-    try:
-        if cards:
-            tf.config.set_visible_devices(wanted, "GPU")
-        for card in wanted:
-            tf.config.experimental.set_memory_growth(card, True)
-    except RuntimeError:  # the devices are in use already; that may be as they should
-        if tf.config.get_visible_devices("GPU") != wanted:
-            rule = "must be chosen before TensorFlow computes; use a new process"
-            raise RuntimeError(f"device {device} {rule}") from None
+        raise InputError(f"{rule}, got {device}; {todo}")
+    if cards:
+        tf.config.set_visible_devices(wanted, "GPU")
+    for card in wanted:
+        tf.config.experimental.set_memory_growth(card, True)
 
 
 def memory_device(device: str) -> str:

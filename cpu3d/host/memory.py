@@ -4,7 +4,7 @@ import contextlib
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Optional, Union
+from typing import Dict, Optional
 
 from memory_estimator.host import read_text, sizes
 from memory_estimator.job import Job
@@ -33,29 +33,24 @@ class Resident:
     swapped_bytes: int = 0
     """Its own data that is in swap, and so in no memory."""
 
-    @property
-    def total_bytes(self) -> int:
-        return self.anonymous_bytes + self.file_bytes
-
 
 def peak_rss_bytes() -> int:
     """The process's largest resident set so far (VmHWM), mapped file pages included."""
-    return _status("self").get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return _status().get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
-    """The memory of a process now; None if there is no /proc, or no such process any more."""
-    status = _status(pid)
+def resident() -> Optional[Resident]:
+    """The memory of this process now; None if there is no /proc."""
+    status = _status()
     if "RssAnon" not in status:
         return None
     anonymous = status["RssAnon"] + status.get("RssShmem", 0)
     return Resident(anonymous, status["RssFile"], status.get("VmSwap", 0))
 
 
-def _status(pid: Union[int, str]) -> Dict[str, int]:
-    """The fields of /proc/PID/status that are sizes, in bytes; none of them for a process that has
-    ended."""
-    return sizes(read_text(Path(f"/proc/{pid}/status")))
+def _status() -> Dict[str, int]:
+    """The fields of /proc/self/status that are sizes, in bytes."""
+    return sizes(read_text(Path("/proc/self/status")))
 
 
 # --- TensorFlow's allocator ---

@@ -2,27 +2,19 @@
 
 for check in self_test():
     print(check.name, check.state, check.result, check.advice)
-
-As a program, `python -m cpu3d.host.self_test FILE [ENGINE]` writes the results into a file, as
-JSON."""
+"""
 
 import dataclasses
-import json
-import subprocess
-import sys
-import tempfile
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, List, Optional, Tuple
 
 from cpu3d.host.apply import engine_name, installed, set_up
-from cpu3d.util.child import ROOT, how_ended
-from memory_estimator.host import Host, instruction_set
+from memory_estimator.host import Host
 from memory_estimator.installed import how_to_install
 
-PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
-
-LIMIT_S = 600.0  # for all tests: a slow machine takes a minute, one that hangs never ends
+BUILD = "install a C compiler, then python -m models.native.build"
 
 MOST_ERROR = 0.02  # of answers, as a share of the norm of those of layers in float32
 # The same of gradients. In float32 a value beside zero may be on the other side of its ReLU; in
@@ -42,32 +34,19 @@ class Check:
 
 
 def self_test(engine: Optional[str] = None) -> List[Check]:
-    """Try an engine out in a fresh process, within LIMIT_S. A process that dies, or is not done in
-    time, is a failed check."""
-    with tempfile.NamedTemporaryFile() as results:
-        command = [*PROGRAM, results.name]
-        if engine:
-            command.append(engine)
+    """Try an engine out in a fresh process. One that dies is a failed check."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, timeout=LIMIT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            result = f"not done after {LIMIT_S:.0f} s"
-            return [Check("self-test", "fail", result, "try again when the host is quiet")]
-        if done.returncode:
-            *_, last = done.stderr.decode(errors="replace").split("\n")[-2:-1] or [""]
-            result = f"the process ended with {how_ended(done.returncode)}: {last}"
-            return [Check("self-test", "fail", result, how_to_install())]
-        return [Check(**content) for content in json.load(results)]
+            return pool.submit(checks_here, engine).result()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            return [Check("self-test", "fail", problem, how_to_install())]
 
 
-def main(path: str, engine: Optional[str]) -> None:
-    """Do the tests in this process, and write their results into a file."""
+def checks_here(engine: Optional[str]) -> List[Check]:
+    """The checks, in this process."""
     host, _, tf = set_up(engine)
-    checks = [engine_in_force(tf, engine), native_operations(tf, host)]
-    content = [dataclasses.asdict(check) for check in checks]
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    return [engine_in_force(tf, engine), native_operations(tf, host)]
 
 
 def engine_in_force(tf: Any, engine: Optional[str]) -> Check:
@@ -90,11 +69,8 @@ def native_operations(tf: Any, host: Host) -> Check:
     from models.native.operations import available
 
     if not available():
-        result = (
-            f"{host.native.why}: TensorFlow's layers compute, in about twice the time and memory"
-        )
-        todo = "install a C compiler, then python -m models.native.build"
-        return Check("native operations", "warn", result, todo)
+        result = f"{host.native.why}: TensorFlow's layers compute, in twice the time and memory"
+        return Check("native operations", "warn", result, BUILD)
     results = []
     is_right = True
     for dtype in dict.fromkeys(("float32", host.best_dtype)):
@@ -103,8 +79,7 @@ def native_operations(tf: Any, host: Host) -> Check:
         is_right &= answers < MOST_ERROR and gradients < MOST_GRADIENT_ERROR[dtype]
         within = f"answers within {answers:.1e}, gradients within {gradients:.1e}"
         results.append(f"{host.native.of(dtype)} in {dtype}, {within}")
-    cpu = instruction_set(host.isa, host.cpu_model) or "no AVX2"
-    result = f"{'; '.join(results)} of TensorFlow's layers; the CPU has {cpu}"
+    result = f"{'; '.join(results)} of TensorFlow's layers"
     if not is_right:
         todo = "set CPU3D_INSTRUCTION_SET=avx2, and report it"
         return Check("native operations", "fail", result, todo)
@@ -139,7 +114,3 @@ def _native_errors(tf: Any, dtype: str, residual: bool) -> Tuple[float, float]:
         for value, truth in zip(computed(own), computed(layers))
     ]
     return answers, max(gradients)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

@@ -10,6 +10,7 @@ project needs a host's sum alone, the estimator's `Host`; to place workers on a 
 `Topology`."""
 
 import dataclasses
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 from cpu3d.errors import InputError
 from cpu3d.util.records import count
 from memory_estimator.common.units import format_bytes
-from memory_estimator.host import Cpu, Host, meminfo, read_host, usable_cpus
+from memory_estimator.host import Cpu, Host, read_host, usable_cpus
 
 Cores = Sequence[Tuple[Cpu, ...]]  # the CPUs of each core, in the order of sockets and nodes
 
@@ -58,16 +59,13 @@ class Topology:
 
     host: Host  # in sum: its counts are those of `cpus`
     cpus: Tuple[Cpu, ...]  # those that this process may run on
-    swap_bytes: int = 0
 
     @property
     def cores(self) -> Cores:
-        """The CPUs of each core, in the order of sockets, then nodes, then CPUs: neighbours are
+        """The CPUs of each core, in the order of sockets, then nodes, then cores: neighbours are
         together."""
-        cores: Dict[int, List[Cpu]] = {}
-        for cpu in sorted(self.cpus, key=lambda cpu: (cpu.socket, cpu.node, cpu.number)):
-            cores.setdefault(cpu.core, []).append(cpu)
-        return tuple(map(tuple, cores.values()))
+        cpus = sorted(self.cpus, key=lambda cpu: (cpu.socket, cpu.node, cpu.core, cpu.number))
+        return [tuple(core) for _, core in itertools.groupby(cpus, lambda cpu: cpu.core)]
 
 
 def read_topology(root: Union[str, Path] = "/") -> Topology:
@@ -78,8 +76,7 @@ def read_topology(root: Union[str, Path] = "/") -> Topology:
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
         return Topology(host, cpus)
-    swap_bytes = meminfo(root).get("SwapTotal", 0)
-    return Topology(host, tuple(usable_cpus(root)), swap_bytes)
+    return Topology(host, tuple(usable_cpus(root)))
 
 
 @dataclass(frozen=True)
@@ -288,10 +285,7 @@ def _shares(cores: Cores, workers: int) -> List[Cores]:
 
 def _sockets(cores: Cores) -> List[Cores]:
     """Cores by their socket, in order."""
-    sockets: Dict[int, List[Tuple[Cpu, ...]]] = {}
-    for core in cores:
-        sockets.setdefault(core[0].socket, []).append(core)
-    return list(sockets.values())
+    return [list(socket) for _, socket in itertools.groupby(cores, lambda core: core[0].socket)]
 
 
 def _cut(things: Sequence[Any], count: int) -> List[Sequence[Any]]:

@@ -2,7 +2,6 @@
 are written."""
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -137,10 +136,9 @@ def sync_folder(folder: Union[str, Path]) -> None:
 
 def writable_folder(path: Union[str, Path], kind: str) -> Path:
     """Make the folder `path` if there is none and return it. Raises as `check_folder`."""
-    path = Path(path)
     check_folder(path, kind)
-    with _explained(path, kind):
-        path.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 
@@ -149,33 +147,20 @@ def check_folder(path: Union[str, Path], kind: str) -> None:
     folder that a file can be made in, or could be made; nothing is. `kind` is the folder's name in
     the message. Raises NoRoomError if its disk is full."""
     path = Path(path)
-    with _explained(path, kind):
-        above = (path, *path.absolute().parents)
+    above = (path, *path.absolute().parents)
+    try:
         with tempfile.TemporaryFile(dir=next(folder for folder in above if folder.exists())):
             pass
-
-
-# --- Private helpers ---
-
-
-@contextlib.contextmanager
-def _explained(path: Path, kind: str) -> Iterator[None]:
-    """Raise an OSError again as the InputError of a folder that cannot be written to, and that of a
-    full disk as NoRoomError."""
-    try:
-        yield
     except OSError as error:
         if error.errno in FULL:
             raise NoRoomError(error.errno, error.strerror, str(path)) from None
-        got = error.strerror
-        todo = "choose another, or change its permissions"
-        if path.is_file():
-            got = "a file"
-        elif error.errno == errno.ENOENT:  # of /proc and the like, which only the system fills
-            got = "a folder where no file can be made"
-            todo = "choose another"
+        got = "a file" if path.is_file() else error.strerror
         rule = f"{kind} {path} must be a folder to write to"
+        todo = "choose another, or change its permissions"
         raise InputError(f"{rule}, got {got}; {todo}") from None
+
+
+# --- Private helpers ---
 
 
 def _bring_back(old: Path, folder: Path, names: Sequence[str]) -> None:

@@ -106,13 +106,13 @@ def how_ended(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def last_words(log: Path, begin: int = 0, count: int = 12) -> str:
-    """The last `count` lines of `log` from byte `begin` on that are not empty, indented for a
+def last_words(log: Path, begin: int) -> str:
+    """The last 12 lines of `log` from byte `begin` on that are not empty, indented for a
     message."""
     with log.open("rb") as file:
         file.seek(begin)
         text = file.read().decode("utf-8", errors="replace")
-    return "\n  ".join([line for line in text.splitlines() if line.strip()][-count:])
+    return "\n  ".join([line for line in text.splitlines() if line.strip()][-12:])
 
 
 def worker_count(requested: Optional[int]) -> int:

@@ -29,10 +29,10 @@ def versions() -> Dict[str, str]:
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
     """Add a line with its kind and today's date to `path`; file and folder may be new.
     Raises NoRoomError for a full disk."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     record = {"schema": SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
     try:
-        with Path(path).open("a", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:
         if error.errno in FULL:
