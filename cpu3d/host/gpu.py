@@ -169,8 +169,7 @@ def use_device(tf: Any, device: str) -> None:
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
     if device != CPU and not wanted:
-        seen = f"the {len(cards)} that TensorFlow {tf.__version__} sees"
-        rule = f"--device must be a GPU of {seen}"
+        rule = f"--device must be one of the {len(cards)} GPUs that TensorFlow sees"
         todo = f"{how_to_install('gpu')}, name another, or use --device {CPU}"
         raise InputError(f"{rule}, got {device}; {todo}")
     if cards:

@@ -26,18 +26,14 @@ from cpu3d.errors import WorkerLostError
 from cpu3d.util.child import ROOT
 from tests.cpu3d.distributed.threads import together
 
-THREE = ("h0:29500", "h1:29500", "h2:29500")
-
 
 def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
     assert join(ALONE_CLUSTER) is ALONE
-    assert join(Cluster(("h0:29500",))) is ALONE
     vector = np.arange(3)
     assert ALONE.sum(vector) is vector
     assert array_from_chief(ALONE, vector) is vector
     assert text_from_chief(ALONE, "so") == "so"
-    assert (ALONE.rank, ALONE.count, ALONE.is_chief) == (0, 1, True)
-    ALONE.close()
+    assert ALONE.is_chief
 
 
 # --- What the chief knows ---
@@ -47,31 +43,25 @@ def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
     "array",
     [
         np.array([-0.0, np.nan, np.inf, 1e-45, 3.4e38, -1.5], np.float32),
-        np.array(2**53 + 1, np.int64),
         np.arange(255, dtype=np.uint8).reshape(5, 51),  # an odd number of bytes
-        np.zeros((0, 3), np.float32),
+        np.zeros((0, 3)),
     ],
 )
 def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
-    for received in together(
-        3,
-        lambda exchange: array_from_chief(
-            exchange, array if exchange.is_chief else np.zeros_like(array)
-        ),
-    ):
-        assert (received.dtype, received.shape, received.tobytes()) == (
-            array.dtype,
-            array.shape,
-            array.tobytes(),
-        )
+    def work(exchange):
+        own = array if exchange.is_chief else np.zeros_like(array)
+        return array_from_chief(exchange, own)
+
+    for received in together(3, work):
+        assert received.tobytes() == array.tobytes()
+        assert (received.dtype, received.shape) == (array.dtype, array.shape)
 
 
 @pytest.mark.parametrize("text", ["", "M\u00fcller" * 20001])
 def test_a_text_is_the_chief_s_whatever_its_length(text):
-    assert (
-        together(2, lambda exchange: text_from_chief(exchange, text if exchange.rank == 0 else ""))
-        == [text] * 2
-    )
+    texts = (text, "another")
+    work = lambda exchange: text_from_chief(exchange, texts[exchange.rank])
+    assert together(2, work) == [text] * 2
 
 
 # --- Shared memory ---
@@ -91,9 +81,11 @@ def workers(monkeypatch):
     monkeypatch.setattr(all_reduce, "MEMORY_BYTES", 4096)
 
     def at_once(count, work):
+        addresses = tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count))
+
         def of_rank(rank):
             with contextlib.ExitStack() as stack:
-                cluster = Cluster(tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count)), rank)
+                cluster = Cluster(addresses, rank)
                 peers, _ = meet(cluster, 10)
                 for peer in peers.values():
                     stack.enter_context(peer)
@@ -109,20 +101,17 @@ def workers(monkeypatch):
 
 
 @on_linux
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [2, 5])
 def test_all_get_the_sum_in_the_order_of_ranks_to_the_bit(workers, count):
-    lengths = (0, 1, 2, 101, 5000, 3)
-    vectors = [
-        [np.random.default_rng([rank, n]).normal(size=n).astype(np.float32) for n in lengths]
-        for rank in range(count)
-    ]
-    sums = workers(count, lambda rank, sum_over: [sum_over(vector) for vector in vectors[rank]])
-    for i in range(len(lengths)):
-        expected = vectors[0][i].copy()
-        for rank in range(1, count):
-            expected += vectors[rank][i]
-        for rank in range(count):
-            np.testing.assert_array_equal(sums[rank][i], expected)
+    rng = np.random.default_rng(0)
+    vectors = [rng.normal(size=(count, n)).astype(np.float32) for n in (0, 1, 2, 101, 5000, 3)]
+    expected = []
+    for first, *others in vectors:
+        expected.append(sum(others, first))
+    work = lambda rank, sum_over: [sum_over(each[rank]) for each in vectors]
+    for sums in workers(count, work):
+        for found, array in zip(sums, expected):
+            np.testing.assert_array_equal(found, array)
 
 
 @on_linux
@@ -133,62 +122,41 @@ def test_all_others_name_the_worker_that_is_gone(workers, gone):
             sum_over(np.ones(3000, np.float32))
 
     ends = workers(3, work)
-    for rank in {0, 1, 2} - {gone}:
-        assert isinstance(ends[rank], WorkerLostError)
-        assert str(ends[rank]).startswith(
-            f"worker {gone} (127.0.0.1:{1000 + gone}) must answer worker"
-        )
+    assert ends.pop(gone) is None
+    for error in ends:
+        assert isinstance(error, WorkerLostError)
+        assert f"worker {gone} (127.0.0.1:{1000 + gone}) must answer worker" in str(error)
 
 
 @on_linux
 def test_vectors_of_different_lengths_are_an_error(workers):
     ends = workers(2, lambda rank, sum_over: sum_over(np.ones(2 + rank, np.float32)))
-    assert isinstance(ends[0], ValueError)
-    assert isinstance(ends[1], WorkerLostError)
+    assert [type(end) for end in ends] == [ValueError, WorkerLostError]
 
 
 # --- What engines say ---
 
-KILLED = """failed to connect to all addresses
-Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling \
-/tensorflow.Worker
-:{"created":"@1795226903.719250855","description":"Failed to pick subchannel"}"""
+KILLED = """Graph execution error:
 
-STOPPED = (
-    "Error reported from /job:worker/task:2: Task /job:worker/replica:0/task:2 heartbeat timeout."
-)
+Collective ops is aborted by: failed to connect to all addresses
+Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling \
+/tensorflow.Worker"""
+
+STOPPED = "Error reported from /job:worker/task:2: Task /job:worker/replica:0/task:2 heartbeat"
 
 
 @pytest.mark.parametrize(
     ("text", "rank", "message"),
     [
-        (
-            KILLED,
-            1,
-            "worker 2 (h2:29500) must answer worker 1, got failed to connect to all addresses",
-        ),
-        (
-            STOPPED,
-            1,
-            "worker 2 (h2:29500) must answer worker 1, got Error reported from /job:worker/task:2",
-        ),
-        (STOPPED, 2, "worker 2 (h2:29500) must reach the others, got Error"),
-        (
-            "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat",
-            1,
-            "worker 0 (h0:29500) must answer",
-        ),
-        ("", 1, "all 3 workers must answer worker 1, got an error without a message"),
+        (KILLED, 1, "worker 2 (h2:9) must answer worker 1, got failed to connect to all addresses"),
+        (STOPPED, 2, "worker 2 (h2:9) must reach the others, got Error reported from /job:worker"),
+        ("At task:2\n/job:worker/task:1 /job:worker/task:2", 1, "worker 2 (h2:9) must answer "),
+        ("No\n\nRPC: /tensorflow.CoordinationService/Heartbeat", 1, "worker 0 (h0:9) must answer "),
         ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),
     ],
 )
 def test_the_worker_that_is_lost_is_named_with_its_address_and_how(text, rank, message):
-    error = lost_by_message(
-        f"Graph execution error:\n\nCollective ops is aborted by: {text}", Cluster(THREE, rank)
-    )
-    if not text.strip("x"):
-        error = lost_by_message(text, Cluster(THREE, rank))
-    assert error.exit_code == 6
+    error = lost_by_message(text, Cluster(("h0:9", "h1:9", "h2:9"), rank))
     assert str(error).startswith(message)
     assert "\n" not in str(error)
     assert len(str(error)) < 400
@@ -224,29 +192,21 @@ except InputError as error:
 @pytest.mark.slow
 def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed():
     addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(3))
-    environ = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
         workers = []
         for rank in range(3):
-            config = {"TF_CONFIG": Cluster(addresses, rank).as_tf_config()}
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            command = [sys.executable, "-c", WORKER]
-            workers.append(
-                stack.enter_context(subprocess.Popen(command, env={**environ, **config}, **pipes))
-            )
-            stack.callback(workers[-1].kill)
+            config = Cluster(addresses, rank).as_tf_config()
+            environ = {**os.environ, **one_thread, "PYTHONPATH": str(ROOT), "TF_CONFIG": config}
+            worker = subprocess.Popen([sys.executable, "-c", WORKER], env=environ, **pipes)
+            workers.append(stack.enter_context(worker))
+            stack.callback(worker.kill)
         sums = [worker.stdout.readline().split() for worker in workers]
         assert sums[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]
         assert sums[1] == sums[2] == sums[0]
-        workers[2].kill()
-        errors = [worker.communicate(timeout=60)[1] for worker in workers[:2]]
-    assert [worker.returncode for worker in workers[:2]] == [6, 6]
+        workers.pop().kill()
+        errors = [worker.communicate(timeout=60)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [6, 6]
     # Whoever hears of it later may hear first of the one that has ended for it.
-    assert any("error: worker 2 " in error and "must answer worker" in error for error in errors), (
-        errors
-    )
+    assert any("error: worker 2 " in error for error in errors), errors

@@ -1,11 +1,10 @@
 """The plan of a launch and the workers it starts, with a stand-in for the training."""
 
-import functools
-import json
 import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,49 +12,40 @@ from cpu3d.distributed import launch
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.distributed.launch import Options, place_workers
 from cpu3d.errors import InputError
-from tests.cpu3d.distributed.test_cluster import srun
+from tests.cpu3d.distributed.test_cluster import srun, tf_config
 from tests.cpu3d.host.hosts import XEON
 from tests.cpu3d.runs import run_command
 
 # --- The plan ---
 
 
-slurm = functools.partial(srun, SLURM_STEP_ID="0", SLURM_JOB_ID="1")
+SLURM = srun("n[1-2]", "1(x2)", 1, SLURM_JOB_ID="1")
 
 
 def plan_of(environ=None, sockets=2, **options):
     return place_workers(Options(**options), environ or {}, sockets)
 
 
-TF = {
-    "TF_CONFIG": json.dumps(
-        {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
-    )
-}
-N1 = ["n1:15016", "n1:15017"]
-N2 = ["n2:15016", "n2:15017"]
+TF = tf_config({"worker": ["a:1", "b:1"]}, index=1)
 
 PLANS = [
-    # options, environment, sockets of this host -> addresses, ranks that start here, where it is
-    # from
-    ({"workers": 2, "port": 5000}, {}, 4, ["127.0.0.1:5000", "127.0.0.1:5001"], (0, 1), "this one"),
-    ({"hosts": "a,b", "host_index": 1}, {}, 2,
+    # options, environment -> addresses, ranks that start here, where it is from
+    ({"workers": 3, "port": 5000}, {},
+     ["127.0.0.1:5000", "127.0.0.1:5001", "127.0.0.1:5002"], (0, 1, 2), "this one"),
+    ({"hosts": "a,b", "host_index": 1}, SLURM,
      ["a:29500", "a:29501", "b:29500", "b:29501"], (2, 3), "--hosts"),
-    ({"hosts": "a,b", "host_index": 0, "workers": 1, "port": 6000}, {}, 2,
+    ({"hosts": "a, b", "host_index": 0, "workers": 1, "port": 6000}, {},
      ["a:6000", "b:6000"], (0,), "--hosts"),
-    ({"hosts": "fd00::1,fd00::2", "workers": 1, "host_index": 0}, {}, 2,
-     ["[fd00::1]:29500", "[fd00::2]:29500"], (0,), "--hosts"),
-    ({}, {**TF, **slurm("n[1-2]", "1(x2)", 0)}, 2, ["a:1", "b:1"], (1,), "TF_CONFIG"),
+    ({}, {**TF, **SLURM}, ["a:1", "b:1"], (1,), "TF_CONFIG"),
     # each task of srun starts the workers of its host
-    ({}, slurm("n[1-2]", "1(x2)", 1), 2, N1 + N2, (2, 3), "Slurm"),
-    ({"workers": 1, "port": 7000}, slurm("n[1-2]", "1(x2)", 1), 2,
-     ["n1:7000", "n2:7000"], (1,), "Slurm"),
+    ({}, SLURM, ["n1:15016", "n1:15017", "n2:15016", "n2:15017"], (2, 3), "Slurm"),
+    ({"workers": 1, "port": 7000}, SLURM, ["n1:7000", "n2:7000"], (1,), "Slurm"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "environ", "sockets", "addresses", "ranks", "origin"), PLANS)
-def test_the_workers_and_those_that_start_here(options, environ, sockets, addresses, ranks, origin):
-    plan = plan_of(environ, sockets, **options)
+@pytest.mark.parametrize(("options", "environ", "addresses", "ranks", "origin"), PLANS)
+def test_the_workers_and_those_that_start_here(options, environ, addresses, ranks, origin):
+    plan = plan_of(environ, **options)
     assert list(plan.cluster.addresses) == addresses
     assert (tuple(plan.ranks), plan.origin) == (ranks, origin)
     assert plan.cluster.rank == ranks[0]
@@ -68,10 +58,9 @@ def test_the_workers_and_those_that_start_here(options, environ, sockets, addres
 def test_one_worker_is_alone_and_workers_of_this_host_have_ports_of_their_own():
     alone = plan_of(workers=1)
     assert alone.environ_of(0, {"HOME": "/", **TF}) == {"HOME": "/"}
-    ports = [int(address.rpartition(":")[2]) for address in plan_of(sockets=4).cluster.addresses]
-    assert len(set(ports)) == 4
-    words = (plan.words for plan in (alone, plan_of(hosts="a,b", host_index=0)))
-    assert [re.findall(r"\d+", numbers) for numbers in words] == [["1", "1", "1"], ["4", "2", "2"]]
+    assert alone.words == "1 worker on 1 host (this one), 1 here"
+    assert len(set(plan_of(sockets=4).cluster.addresses)) == 4
+    assert plan_of(hosts="a,b", host_index=0).words == "4 workers on 2 hosts (--hosts), 2 here"
 
 
 def test_what_does_not_agree_is_refused():
@@ -92,35 +81,26 @@ print(f"worker {cluster.rank} of {cluster.workers}", " ".join(sys.argv[1:]), flu
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """No cluster around the tests."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "TF_CONFIG"))]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def program(tmp_path, monkeypatch, alone):
+def program(tmp_path, monkeypatch):
+    """The stand-in on a made-up host, without a cluster around the tests."""
+    for name in ("SLURM_STEP_NODELIST", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(script)))
     monkeypatch.setattr(launch, "read_topology", lambda: XEON)
-    return script
-
-
-def launched(*words):
-    return run_command(launch, *words)
 
 
 def train(folder, *more):
-    return ("train", "--store", folder / "store", "--run", folder / "run", *more)
+    return ("train", "--store", "store", "--run", Path(folder) / "run", *more)
 
 
 def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
-    assert launched("--workers", 2, *train(tmp_path, "--batch", 2, "--filters", 8)) == 0
+    words = train(tmp_path, "--batch", 2, "--filters", 8)
+    assert run_command(launch, "--workers", 2, *words) == 0
     for rank in (0, 1):
         _, line = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
-        assert line.startswith(f"worker {rank} of 2 train --store {tmp_path / 'store'} ")
-        assert line.endswith("--batch 2 --filters 8")
+        assert line == f"worker {rank} of 2 {' '.join(map(str, words))}"
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search("2 workers on 1 host.* logs: .*worker-1.log", printed)
     assert "worker 0 of 2 train" in printed, "the chief's words are shown"
@@ -132,31 +112,27 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     ("words", "message"),
     [
         ((), "launch .*must be followed by `train`.*, got nothing"),
-        (
-            ("--host-index", 1, "train", "--store", "s", "--run", "r"),
-            "--host-index must come with --hosts, got 1",
-        ),
-        (
-            ("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"),
-            "workers must divide .* got 999 on",
-        ),
-        (("train", "--store", "s", "--run", "r", "--json"), "must start a training, got .*--json"),
+        (("--host-index", 1, *train("a")), "--host-index must come with --hosts, got 1"),
+        (("--dry-run", "--workers", 999, *train("a")), "workers must divide .* got 999 on"),
+        (train("a", "--json"), "must start a training, got .*--json"),
+        (train("a", "--dry-run"), "must start a training, got .*--dry-run"),
+        (train("a", "--folds", 3), "must train one run, got --folds 3"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_launched_is_refused(alone, words, message):
+)
+def test_what_cannot_be_launched_is_refused(program, words, message):
     with pytest.raises(InputError, match=message):
-        launched(*words)
+        run_command(launch, *words)
 
 
 def test_options_of_train_are_read_before_anything_starts(program, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        launched("--workers", 2, *train(tmp_path, "--norm", "none-such"))
+        run_command(launch, "--workers", 2, *train(tmp_path, "--norm", "none-such"))
     assert "argument --norm" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_prints_the_plan_and_commands_and_starts_nothing(program, tmp_path, capsys):
-    assert launched("--dry-run", *train(tmp_path, "--batch", 4)) == 0
+    assert run_command(launch, "--dry-run", *train(tmp_path, "--batch", 4)) == 0
     out = capsys.readouterr().out
     assert "2 workers on 1 host" in out
     assert "plan of worker 0: CPUs 0-27,56-83, " in out

@@ -34,9 +34,7 @@ VNNI = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "av
 BFLOAT16 = (*VNNI, "avx_vnni", "avx512_bf16")
 AMX = (*BFLOAT16, "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 SMALL = made_up("2 cores with AVX512_BF16", BFLOAT16, 24, sockets=1, cores=2)
-XEON = dataclasses.replace(
-    made_up("Xeon, 28 cores", VNNI, 1536, sockets=2, cores=28, threads=2), swap_bytes=8 * GIB
-)
+XEON = made_up("Xeon, 28 cores", VNNI, 1536, sockets=2, cores=28, threads=2)
 PAPER = made_up("Xeon, 20 cores", VNNI[:-1], 1536, sockets=4, cores=20, threads=2)
 SNC4 = made_up("Xeon, 60 cores with AMX", AMX, 2048, sockets=2, cores=60, threads=2, nodes=4)
 CLOUD = made_up("64 cores of a cloud", VNNI[:3], 256, sockets=1, cores=64)
@@ -73,8 +71,7 @@ def write_tree(root, topology):
     write(
         "proc/meminfo",
         f"MemTotal: {host.memory_bytes // 1024} kB\n"
-        f"MemAvailable: {host.available_bytes // 1024} kB\n"
-        f"SwapTotal: {topology.swap_bytes // 1024} kB",
+        f"MemAvailable: {host.available_bytes // 1024} kB",
     )
     write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{cpu_ranges(numbers)}")
     write("proc/self/cgroup", "0::/")

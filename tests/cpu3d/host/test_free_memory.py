@@ -13,11 +13,8 @@ GIB = 2**30
 def host(tmp_path):
     """16 GiB, 10 of them free, 2 of swap."""
     memory = {"MemTotal": 16, "MemFree": 1, "MemAvailable": 10, "SwapTotal": 4, "SwapFree": 2}
-    write_line(
-        tmp_path,
-        "proc/meminfo",
-        "\n".join(f"{name}: {size * 2**20} kB" for name, size in memory.items()),
-    )
+    lines = [f"{name}: {size * 2**20} kB" for name, size in memory.items()]
+    write_line(tmp_path, "proc/meminfo", "\n".join(lines))
     return tmp_path
 
 
@@ -34,11 +31,8 @@ def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and
 def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
     write_tree(tmp_path, XEON)
     write_line(tmp_path, "proc/self/status", "Mems_allowed_list: 1")
-    assert (
-        take_sample(tmp_path).rooms[MACHINE].free_bytes
-        == read_host(tmp_path).free_bytes
-        < 768 * GIB
-    )
+    free_bytes = take_sample(tmp_path).rooms[MACHINE].free_bytes
+    assert free_bytes == read_host(tmp_path).free_bytes < 768 * GIB
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 it."""
 
 import dataclasses
-import re
 
+import numpy as np
 import pytest
 
 from cpu3d.host.speed import Observer, computes_as_predicted, keep_training
@@ -27,23 +27,19 @@ def basis(job=JOB):
     return find_constants(HOST).basis(job, HOST)
 
 
-def test_all_predictions_are_scaled_to_what_a_training_took(tmp_path):
+def test_all_predictions_are_scaled_to_what_a_training_took():
     in_bfloat16 = JOB.with_unet(dtype="bfloat16")
     jobs = [JOB, LARGE, in_bfloat16]
-    before = [predicted_s(job) for job in jobs]
-    assert "assumed from" in basis()
+    before = np.array([predicted_s(job) for job in jobs])
     keep_training(JOB, 3 * before[0], HOST)
-    assert [predicted_s(job) for job in jobs] == pytest.approx([3 * seconds for seconds in before])
-    assert re.search("scaled by 3.00 .* 64 x 64 x 64 in float32; other programs may", basis())
+    assert [predicted_s(job) for job in jobs] == pytest.approx(3 * before)
+    assert "64 x 64 x 64 in float32; other programs may" in basis()
     # against what was predicted without any training
     keep_training(JOB, 1.5 * before[0], HOST)
     # which has a scale of its own from now on
     keep_training(in_bfloat16, 2 * before[2], HOST)
-    expected = [1.5 * before[0], 1.5 * before[1], 2 * before[2]]
-    assert [predicted_s(job) for job in jobs] == pytest.approx(expected)
+    assert [predicted_s(job) for job in jobs] == pytest.approx([1.5, 1.5, 2] * before)
     assert basis(dataclasses.replace(JOB, threads=6)).endswith("from 2 threads to 6 by assumption")
-    other = dataclasses.replace(HOST, cpu_model="Another CPU")
-    assert find_constants(other).basis(JOB, other).startswith("assumed from ")
 
 
 def test_the_fastest_training_counts_within_limits():
@@ -68,7 +64,6 @@ def test_what_is_damaged_or_of_another_version_is_not_used_and_replaced(written,
     assert written in path.read_text()
     path.write_text(path.read_text().replace(written, damaged))
     assert predicted_s() == before
-    assert str(path) in basis()
     keep_training(JOB, 2 * before, HOST)
     assert basis().startswith("scaled by 2.00")
 
@@ -88,10 +83,8 @@ def test_a_training_is_kept_by_its_median_step_after_the_first():
 
 
 def test_few_steps_and_small_grids_say_nothing_of_the_host():
-    before = predicted_s(LARGE)
-    assert not observed(dataclasses.replace(JOB, shape=(32, 32, 32)), [1.0] * 12)
+    assert not observed(dataclasses.replace(JOB, shape=(64, 64, 62)), [1.0] * 12)
     assert not observed(JOB, [1.0] * 3)  # one of them compiles
-    assert predicted_s(LARGE) == before
 
 
 def test_a_failure_to_keep_it_is_a_warning(monkeypatch, tmp_path, capsys):
