@@ -28,12 +28,8 @@ def tf_config(tasks, kind="worker", index=0, **more):
 def test_without_a_cluster_in_the_environment_a_process_is_alone_and_the_chief(environ):
     alone = read_cluster(environ)
     assert alone == ALONE
-    assert (alone.workers, alone.is_chief, alone.local_ranks, alone.local_index) == (
-        1,
-        True,
-        (0,),
-        0,
-    )
+    assert (alone.workers, alone.is_chief) == (1, True)
+    assert (alone.local_ranks, alone.local_index) == ((0,), 0)
 
 
 def test_tf_config_names_the_workers_and_a_chief_comes_first():
@@ -56,10 +52,7 @@ def test_workers_of_one_host_share_memory():
     [
         ({"TF_CONFIG": "{'cluster'"}, "be JSON"),
         (tf_config({"worker": "a:1"}), "be JSON of a cluster and a task"),
-        (
-            tf_config({"worker": ["a:1"], "ps": ["b:1"]}),
-            "at most one chief, .* got tasks ps, worker",
-        ),
+        (tf_config({"worker": ["a:1"], "ps": ["b:1"]}), "one chief, .* got tasks ps, worker"),
         (tf_config({"chief": ["a:1", "b:1"]}, "chief"), "at most one chief"),
         (tf_config({"worker": ["a:1"]}, index=1), "worker 1 of 1"),
         (tf_config({"worker": ["a:1", "a:1"]}), "got a:1 twice"),

@@ -1,6 +1,5 @@
 """The plan of a launch and the workers it starts, with a stand-in for the training."""
 
-import os
 import re
 import shlex
 import sys

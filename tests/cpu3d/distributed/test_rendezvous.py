@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cpu3d.distributed import rendezvous
-from cpu3d.distributed.cluster import Cluster
+from cpu3d.distributed.cluster import Cluster, free_ports, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
 
 PLAN = {"grid": [96, 96, 96], "why": "M\u00fcller " * 20_000}
@@ -27,11 +27,7 @@ def _soon_again(monkeypatch):
 
 def addresses(count):
     """Addresses with free ports."""
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return tuple(f"127.0.0.1:{endpoint.getsockname()[1]}" for endpoint in sockets)
+    return tuple(f"127.0.0.1:{port}" for port in free_ports(count))
 
 
 @pytest.fixture(params=[False, pytest.param(True, marks=ON_LINUX)], ids=["network", "memory"])
@@ -40,11 +36,10 @@ def three(request, monkeypatch):
     return Cluster(addresses(3))
 
 
-def meet(cluster, limit_s=10, **more):
+def meet(cluster, limit_s=10):
     """The plan that has come; connections are closed."""
-    connections, plan = rendezvous.meet(
-        cluster, limit_s, plan=PLAN if cluster.is_chief else None, **more
-    )
+    own = PLAN if cluster.is_chief else None
+    connections, plan = rendezvous.meet(cluster, limit_s, plan=own)
     for connection in connections.values():
         connection.close()
     return plan
@@ -76,7 +71,7 @@ def test_all_come_with_the_chief_s_plan_and_their_ports_are_free_again(three):
     for _ in range(2):
         assert meeting_of([three.of_rank(rank) for rank in (2, 0, 1)]) == [PLAN] * 3
     for address in three.addresses:
-        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+        socket.create_server(host_and_port(address)).close()
 
 
 @ON_LINUX
@@ -86,9 +81,7 @@ def test_for_shared_memory_it_listens_at_no_port():
         chief = pool.submit(meet, two, 0.8)
         connected(two).close()
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection(
-                ("127.0.0.1", int(two.addresses[0].rpartition(":")[2])), timeout=1
-            )
+            socket.create_connection(host_and_port(two.addresses[0]), timeout=1)
         assert isinstance(chief.exception(), WorkerLostError)
 
 
@@ -113,9 +106,8 @@ def test_a_port_that_is_taken_is_named_at_once(three):
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet, three, 1)
         connected(three).close()
-        with pytest.raises(
-            InputError, match=r"port \d+ of worker 0 .* must be free, got Address already in use"
-        ):
+        rule = r"port \d+ of worker 0 .* must be free, got Address already in use"
+        with pytest.raises(InputError, match=rule):
             meet(three, 5)
         assert isinstance(first.exception(), WorkerLostError)
 
