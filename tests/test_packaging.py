@@ -2,6 +2,7 @@
 
 import configparser
 import email
+import fnmatch
 import importlib.util
 import os
 import platform
@@ -18,15 +19,14 @@ from packaging.utils import canonicalize_name
 
 from cpu3d.util.records import VERSION
 from memory_estimator.installed import as_typed, how_to_install
+from tests.test_imports import ROOT, sources
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cpu3d", "memory_estimator", "models")
 
 
 def portable_files():
     """Names of all files of the packages but libraries, which are for one platform."""
-    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.*"))
-    names = {str(path.relative_to(ROOT)) for path in paths if path.is_file()}
+    names = {str(path.relative_to(ROOT)) for path in sources(*PACKAGES, pattern="*.*")}
     return {name for name in names if "/built/" not in name and "__pycache__" not in name}
 
 
@@ -62,15 +62,18 @@ def run_python(folder, *words, env):
 
 def about(wheel, name):
     """Text of a file of the wheel's metadata."""
-    return wheel.read(
-        next(member for member in wheel.namelist() if member.endswith(f".dist-info/{name}"))
-    ).decode()
+    (member,) = fnmatch.filter(wheel.namelist(), f"*.dist-info/{name}")
+    return wheel.read(member).decode()
+
+
+def metadata(wheel):
+    return email.message_from_string(about(wheel, "METADATA"))
 
 
 def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_commands(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert {name for name in names if "/built/" not in name} == portable_files()
-    assert email.message_from_string(about(wheel, "METADATA"))["Version"] == VERSION
+    assert metadata(wheel)["Version"] == VERSION
     scripts = configparser.ConfigParser()
     scripts.read_string(about(wheel, "entry_points.txt"))
     assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
@@ -114,20 +117,13 @@ def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, mo
     ],
 )
 def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file):
-    lines = re.findall(
-        r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
-    )
+    lines = re.findall(r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(), re.MULTILINE)
     pins = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in map(Requirement, lines)}
-    asked = map(
-        Requirement, email.message_from_string(about(wheel, "METADATA")).get_all("Requires-Dist")
-    )
-    for need in asked:
-        of = [
-            extra
-            for extra in extras
-            if (need.marker.evaluate({"extra": extra}) if need.marker else not extra)
-        ]
-        if of and need.name != "cpu3d":
+    for need in map(Requirement, metadata(wheel).get_all("Requires-Dist")):
+        is_asked = "" in extras
+        if need.marker:
+            is_asked = any(need.marker.evaluate({"extra": extra}) for extra in extras)
+        if is_asked and need.name != "cpu3d":
             assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
 
 

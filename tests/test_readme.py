@@ -4,22 +4,13 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from cpu3d.__main__ import COMMANDS, parse
 from cpu3d.experiments.variants import parse_variant
 from memory_estimator import __main__ as estimator
-
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_every_subcommand_that_the_readme_names_exists():
-    named = set(re.findall(r"\./run\.sh ([a-z]+)", README))
-    assert named - set(COMMANDS) <= {"setup", "test", "estimate", "help"}
-    assert {"prepare", "train", "predict"} <= named
+from tests.test_imports import ROOT, sources
 
 
 def shown_commands(path):
@@ -34,7 +25,6 @@ def shown_commands(path):
 
 def check(words):
     """Read a command line as its program does; SystemExit if the program would refuse it."""
-    words = words[: words.index(">")] if ">" in words else words
     if words[0] == "estimate":
         estimator.make_parser().parse_args(words[1:])
     elif words[0] not in ("setup", "test", "help"):
@@ -44,12 +34,8 @@ def check(words):
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [path for room in ("docs", "records") for path in sorted((ROOT / room).glob("*.md"))]
-MODULES = [
-    path
-    for room in ("cpu3d", "memory_estimator", "models")
-    for path in sorted((ROOT / room).rglob("*.py"))
-]
+PAGES += [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("records/*.md"))]
+MODULES = sources("cpu3d", "memory_estimator", "models")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +53,7 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
 
 
 FOLDERS = ("cpu3d", "memory_estimator", "models", "docs", "examples", "records", "tests")
-SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.*"))]
+SOURCES = sources(*FOLDERS, pattern="*.*")
 ELSEWHERE = {
     *("bits/confname.h", "linux/prctl.h", "mkl_cpu_allocator.h"),
     *("other.py", "your_step.py"),  # of a user
@@ -76,21 +62,21 @@ ELSEWHERE = {
 }
 
 
-def named(name):
-    """The files of the project that a page may mean by `name`, such as "step/timing.py"."""
-    return [path for path in SOURCES if f"/{path.relative_to(ROOT)}".endswith(f"/{name}")]
+def is_there(name):
+    """Whether a page may mean a file of the project by `name`, such as "step/timing.py"."""
+    return any(str(path).endswith(f"/{name}") for path in SOURCES)
 
 
 def test_every_file_of_the_project_that_is_named_exists():
     """In pages, and in docstrings and comments."""
-    unknown = set()
+    unknown = []
     for path in PAGES + MODULES:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             text = "\n".join(re.findall(r'""".*?"""|# .*', text, re.DOTALL))
         names = re.findall(r"(?<![\w./<*-])(?:\.\./)?(\w[\w/]*\.(?:py|c|h))\b(?![.(*])", text)
-        unknown |= {(path.name, name) for name in {*names} - ELSEWHERE if not named(name)}
-    assert unknown == set()
+        unknown += [(path.name, name) for name in {*names} - ELSEWHERE if not is_there(name)]
+    assert unknown == []
 
 
 MADE = {"step": ["convolve", "loss_slope"], "files": [f"`{path.name}`" for path in MODULES]}
@@ -98,10 +84,6 @@ MADE = {"step": ["convolve", "loss_slope"], "files": [f"`{path.name}`" for path 
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_a_page_has_from_the_code_is_made_by_plain_python(name):
-    marks = {
-        mark for path in PAGES for mark in re.findall(r"<!-- made: (\w+) -->", path.read_text())
-    }
-    assert marks == set(MADE)
     command = [sys.executable, "-I", str(ROOT / "docs/made.py"), name]
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [words for words in MADE[name] if words not in made and "__init__" not in words] == []

@@ -65,7 +65,7 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
         if exchange.count > 1:
             weight = learner.model.trainable_variables[0]
             weight.assign(weight + 1e-3 * exchange.rank)
-            with pytest.raises(WorkersDifferError, match="got fingerprints .*worker 1"):
+            with pytest.raises(WorkersDifferError, match=r"got fingerprints .*worker 1"):
                 learner.step(share_of(exchange, batch()), 0.01)
         return outcomes, held, bad
 

@@ -32,9 +32,8 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(
         printed = done.stderr + "".join(path.read_text() for path in folder.glob("**/*.log"))
         noise = r"^(20\d\d-|[IWEF]\d{4} |INFO|WARNING)|XLA|ITEX_|oneDNN custom"
         assert not re.search(noise, printed, re.MULTILINE)
-    decided = [
-        path.read_text().count("post-processing, ") for path in sorted(folders[1].glob("logs/*"))
-    ]
+    logs = sorted(folders[1].glob("logs/*"))
+    decided = [path.read_text().count("post-processing, ") for path in logs]
     assert decided == [1, 0], "the chief alone decides"
     of_one, of_two = (newest(folder).arrays for folder in folders)
     np.testing.assert_equal(dict(of_two), dict(of_one))

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,37 +23,36 @@ from cpu3d.util.atomic import (
 from cpu3d.util.child import ROOT
 
 
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    """A file that is there."""
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
+    return path
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(path):
     with atomic_write(path) as file:
         file.write(b"new and longer")
         file.flush()
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new and longer"
-    assert os.listdir(tmp_path) == ["a.bin"]
+    assert os.listdir(path.parent) == ["a.bin"]
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json(path, {"b": float("nan")})
     assert path.read_bytes() == b"new and longer"
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path):
     with contextlib.suppress(KeyboardInterrupt), atomic_write(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a.bin"]
+    assert os.listdir(path.parent) == ["a.bin"]
 
 
-def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(tmp_path, monkeypatch):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
-
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
+def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(path, monkeypatch):
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NoRoomError) as raised:
         write_bytes(path, bytes(3 << 20))
@@ -61,29 +61,27 @@ def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(tmp
     again = pickle.loads(pickle.dumps(raised.value))  # as it comes from another process
     assert str(again) == str(raised.value)
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a.bin"]
+    assert os.listdir(path.parent) == ["a.bin"]
 
 
-def test_files_are_as_readable_as_the_umask_says(tmp_path):
+def test_files_are_as_readable_as_the_umask_says(path):
     before = os.umask(0o027)
     try:
-        with atomic_write(tmp_path / "a", "w") as file:
+        with atomic_write(path, "w") as file:
             file.write("é")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
-    assert (tmp_path / "a").read_text(encoding="utf-8") == "é"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert path.read_text(encoding="utf-8") == "é"
 
 
-def test_only_unfinished_files_of_this_program_are_removed(tmp_path):
-    (tmp_path / "a.bin").touch()
-    (tmp_path / f".b.bin.1234{PARTIAL}").touch()  # as a killed process leaves it
-    (tmp_path / ".film.mkv.partial").write_bytes(b"a browser's")
-    (tmp_path / f".export.7{PARTIAL}").mkdir()  # being written by another process
-    remove_partials(tmp_path, tmp_path / "none")
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [".film.mkv.partial", f".export.7{PARTIAL}", "a.bin"]
-    )
+def test_only_unfinished_files_of_this_program_are_removed(path):
+    folder = path.parent
+    (folder / f".b.bin.1234{PARTIAL}").touch()  # as a killed process leaves it
+    (folder / ".film.mkv.partial").touch()  # a browser's
+    (folder / f".export.7{PARTIAL}").mkdir()  # being written by another process
+    remove_partials(folder, folder / "none")
+    assert {*os.listdir(folder)} == {".film.mkv.partial", f".export.7{PARTIAL}", "a.bin"}
 
 
 KILLED = """
@@ -123,12 +121,10 @@ def test_a_process_that_is_killed_between_two_files_leaves_no_mixture(tmp_path, 
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path):
-    assert os.listdir(writable_folder(tmp_path / "a/b", "--out")) == []
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(InputError, match=f"--out {file} must be a folder to write to, got a file"):
-        writable_folder(file, "--out")
+def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(path):
+    assert writable_folder(path.parent / "a/b", "--out").is_dir()
+    with pytest.raises(InputError, match=f"--out {path} must be a folder to write to, got a file"):
+        writable_folder(path, "--out")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +137,7 @@ def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused_with_what_to_do(
     tmp_path, monkeypatch, code, kind, problem
 ):
-    def refused(*_, **__):
-        raise OSError(code, os.strerror(code))
-
+    refused = Mock(side_effect=OSError(code, os.strerror(code)))
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     with pytest.raises(kind, match=problem):
         writable_folder(tmp_path, "--out")

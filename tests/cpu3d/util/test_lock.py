@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,10 +14,8 @@ from cpu3d.util.lock import locked
 def test_a_second_one_is_refused_until_the_first_is_done_or_has_failed(tmp_path):
     (tmp_path / "below").mkdir()
     with locked(tmp_path, "run"), locked(tmp_path / "below", "run"):
-        refused = pytest.raises(
-            InputError, match=f"run {tmp_path} must be written by one process at a time"
-        )
-        with refused, locked(tmp_path, "run"):
+        rule = f"run {tmp_path} must be written by one process at a time"
+        with pytest.raises(InputError, match=rule), locked(tmp_path, "run"):
             pytest.fail("both are in")
     with contextlib.suppress(KeyError), locked(tmp_path, "run"):
         raise KeyError
@@ -25,9 +24,7 @@ def test_a_second_one_is_refused_until_the_first_is_done_or_has_failed(tmp_path)
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
-    def unsupported(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
+    unsupported = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with locked(tmp_path, "run"):
         pass
