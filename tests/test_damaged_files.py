@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.store import open_store
 from memory_estimator.__main__ import main as estimate
 from tests.cpu3d.data.made_datasets import content_of
 
@@ -55,7 +54,7 @@ def cut(content, rng):
 
 def not_utf8(content, rng):
     index = rng.randrange(len(content))
-    return content[:index] + rng.choice([b"\xff\xfe", b"\0", b"\xed\xa0\x80"]) + content[index:]
+    return content[:index] + b"\xed\xa0\x80" + content[index:]
 
 
 HUGE = "@a number of 5,000 digits@"
@@ -98,8 +97,8 @@ def change_zip(content, rng):
         members = [(name, old.read(name)) for name in old.namelist()]
     index = rng.choice([0, rng.randrange(len(members))])  # the first is the state of the run
     name, data = members[index]
-    others = [[], [(name, flip_bit(data, rng))], [(name, cut(data, rng))], [("../x.npy", data)]]
-    members[index : index + 1] = rng.choice(others)
+    damaged = rng.choice([flip_bit, cut])(data, rng)
+    members[index : index + 1] = rng.choice([[], [(name, damaged)], [("../x.npy", data)]])
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as new:
         for member in members:
@@ -160,16 +159,16 @@ OF_RUN = (
 )
 OF_CHECKPOINT = (PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN, INIT)
 TARGETS = {
-    "data set": (24, ("data/dataset.json", "data/*Tr/*"), OF_DATA),
-    "image": (8, ("data/imagesTr/*",), ("predict --run run --image {file} --out out",)),
-    "store": (20, ("store/*.json*", "store/cases/*"), (*OF_STORE, TRAIN)),
-    "packed store": (8, ("packed/*.json*", "packed/cases/*"), OF_STORE[:-1]),
-    "store begun": (8, ("begun/*", "begun/cases/*"), OF_STORE[-1:]),
-    "run": (18, ("run/*.json*", "run/heartbeats/*", "run/evaluation/scores.json"), OF_RUN),
-    "checkpoint": (14, ("run/checkpoints/*",), OF_CHECKPOINT),
+    "data set": (("data/dataset.json", "data/*Tr/*"), OF_DATA),
+    "image": (("data/imagesTr/*",), ("predict --run run --image {file} --out out",)),
+    "store": (("store/*.json*", "store/cases/*"), (*OF_STORE, TRAIN)),
+    "packed store": (("packed/*.json*", "packed/cases/*"), OF_STORE[:-1]),
+    "store begun": (("begun/*", "begun/cases/*"), OF_STORE[-1:]),
+    "run": (("run/*.json*", "run/heartbeats/*", "run/evaluation/scores.json"), OF_RUN),
+    "checkpoint": (("run/checkpoints/*",), OF_CHECKPOINT),
 }
-"""Of a hundred damaged files so many are of a kind, which one of the commands reads: {file} is the
-damaged path, {top} the folder at the top that holds it."""
+"""Kind -> files of which one is damaged, and commands that read it: {file} is the damaged path,
+{top} the folder at the top that holds it."""
 WRITES = {
     **dict.fromkeys(("predict", "evaluate", "report"), ("out/*",)),
     "prepare": ("new/*", "begun/*", "store/*"),
@@ -219,10 +218,8 @@ def _limits():
 
 
 @pytest.mark.usefixtures("_limits")
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [(name, i) for name, (share, *_) in TARGETS.items() for i in range(-(-FILES * share // 100))],
-)
+@pytest.mark.parametrize("number", range(FILES // len(TARGETS)))
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     name, number, root, monkeypatch, capsys
 ):
@@ -230,7 +227,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     shutil.copytree(root.with_name("whole"), root)
     monkeypatch.chdir(root)
     rng = random.Random(f"{SEED} {name} {number}")
-    _, files, commands = TARGETS[name]
+    files, commands = TARGETS[name]
     path = rng.choice(sorted(path for path in root.glob(rng.choice(files)) if path.is_file()))
     file = path.relative_to(root)
     command = rng.choice(commands).format(file=file, top=file.parts[0])
@@ -250,13 +247,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     first, second, *_ = command.split(" ")
     may = WRITES.get(f"{first} {second}", WRITES.get(first, ()))
     whole = content_of(root.with_name("whole"))
-    for name in {name for name in {**before, **after} if before.get(name) != after.get(name)}:
+    for name, _ in {*before.items()} ^ {*after.items()}:
         assert any(fnmatch.fnmatch(name, pattern) for pattern in may), f"{name} is changed: {about}"
-        if fnmatch.fnmatch(name, "*/cases/*") and name in before:
+        if "/cases/" in name and name in before:
             assert after.get(name) == whole[name], f"{name} is changed: {about}"
-    if code == 0 and command.startswith(PREPARE):  # the other cases are what they were
-        new = open_store(command.split()[6])
-        old = open_store(root.with_name("whole") / "store")
-        for record in new.manifest.cases:
-            same = record.image_voxels_sha256 == old.case(record.case_id).image_voxels_sha256
-            assert same or path.name.startswith(record.case_id), about

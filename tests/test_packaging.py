@@ -33,7 +33,7 @@ def portable_files():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built from a copy without libraries: setuptools writes beside its sources."""
-    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("wheel") is None:
+    if not all(map(importlib.util.find_spec, ("setuptools", "wheel"))):
         pytest.skip("needs setuptools and wheel, which these requirements do not bring")
     folder = tmp_path_factory.mktemp("wheel")
     for name in (*portable_files(), "pyproject.toml", "setup.py", "README.md"):
@@ -48,16 +48,9 @@ def wheel(tmp_path_factory):
         environment["CC"] = str(folder / "cc")
     flags = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
     command = [sys.executable, "-m", "pip", "wheel", *flags, "./sources"]
-    subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, timeout=300, env=environment
-    )
+    subprocess.run(command, cwd=folder, check=True, env=environment)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as file:
         yield file
-
-
-def run_python(folder, *words, env):
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
 def about(wheel, name):
@@ -79,33 +72,40 @@ def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_command
     assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
 
 
+@pytest.fixture(scope="module")
+def run_installed(wheel, tmp_path_factory):
+    """A function that runs Python where the wheel is installed, with no program on the PATH; what
+    it prints."""
+    folder = tmp_path_factory.mktemp("installed")
+    wheel.extractall(folder)
+
+    def run(*words):
+        # before the folder that these tests import from
+        environment = {**os.environ, "PATH": "", "PYTHONPATH": str(folder)}
+        command = [sys.executable, *words]
+        return subprocess.check_output(command, cwd=folder, env=environment, text=True)
+
+    return run
+
+
 @pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="kernels are for Linux x86-64"
+    sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("cc"),
+    reason="needs a C compiler of Linux x86-64",
 )
-def test_the_wheel_carries_the_built_operations(wheel, tmp_path):
-    if not shutil.which("cc"):
-        pytest.skip("needs a C compiler")
+def test_the_wheel_carries_the_built_operations(wheel, run_installed):
     assert wheel.filename.endswith("-py3-none-linux_x86_64.whl")
-    wheel.extractall(tmp_path)
-    code = "from models.native import operations as o; print(o.__file__, o.available())"
-    nowhere = {**os.environ, "PATH": "", "PYTHONPATH": str(tmp_path)}
-    done = run_python(tmp_path, "-c", code, env=nowhere)
+    code = "from models.native import operations; print(operations.available())"
     usable = "avx2" in Path("/proc/cpuinfo").read_text().split()
-    assert done.stdout.split() == [str(tmp_path / "models/native/operations.py"), str(usable)]
-    done = run_python(tmp_path, "-m", "cpu3d.data.native.samples", env=nowhere)
-    assert ("note: NumPy makes samples" in done.stderr) != usable
+    assert run_installed("-c", code) == f"{usable}\n"
 
 
 @pytest.mark.parametrize(
     ("module", "usage"), [("memory_estimator", "memory-estimator"), ("cpu3d", "cpu3d")]
 )
-def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, module, usage):
-    wheel.extractall(tmp_path)
-    # before the folder that these tests import from
-    installed = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = run_python(tmp_path, "-m", module, "--help", env=installed)
-    assert done.stdout.startswith(f"usage: {usage} "), done.stderr
-    assert "run.sh" not in done.stdout
+def test_what_pip_installs_calls_itself_as_its_user_types_it(run_installed, module, usage):
+    printed = run_installed("-m", module, "--help")
+    assert printed.startswith(f"usage: {usage} ")
+    assert "run.sh" not in printed
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ there before is whole, and the same command then does its work. Trainings, which
 same bits, are stopped in tests/cpu3d/training/test_faults.py."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,6 @@ NET = "--filters 2 --depth 2 --dtype float32 --policy speed --validations 1"
 IMAGE = "data/imagesTr/BRATS_001.nii.gz"
 BEFORE = (
     "phantom --out data --cases 4 --shape 24 24 24 --workers 1",
-    "phantom --out more --cases 2 --shape 24 24 24 --workers 1 --seed 9",
     "prepare --dataset data --store store --split 0.5 0.25 0.25 --workers 1",
     f"train --store store --run run --steps 2 {NET}",
     "evaluate --run run",
@@ -67,9 +65,9 @@ def here(begun, tmp_path, monkeypatch):
     return folder
 
 
-def at_sync(patch, number, stop):
-    """Have `stop` called in place of the `number`-th flush of a file to the disk; those of folders
-    do not count. Returns the list that has an entry for each flush."""
+def at_sync(patch, number=0, error=None):
+    """Have the `number`-th flush of a file to the disk raise an error; those of folders do not
+    count. Returns the list that has an entry for each flush."""
     seen = []
     sync = os.fsync
 
@@ -77,7 +75,7 @@ def at_sync(patch, number, stop):
         if stat.S_ISREG(os.fstat(handle).st_mode):
             seen.append(handle)
             if len(seen) == number:
-                stop()
+                raise error
         sync(handle)
 
     patch.setattr(os, "fsync", counted)
@@ -87,22 +85,18 @@ def at_sync(patch, number, stop):
 def assert_whole(folder, before):
     """Every file that was there is what it was, or was written anew as a whole."""
     after = content_of(folder)
-    for name, content in before.items():
-        assert name in after
-        if after[name] == content:
-            continue
-        if name.endswith(".json"):
-            json.loads(after[name])
-        elif name.endswith(".nii.gz"):
+    assert before.keys() <= after.keys()
+    for name in [name for name in before if after[name] != before[name]]:
+        if name.endswith(".nii.gz"):
             nibabel.load(folder / name).get_fdata()
         else:
-            assert after[name].rstrip().endswith((b"</html>", b"}")), name
+            assert after[name].rstrip().endswith((b"</html>", b"}", b"]")), name
 
 
 def counted_and_undone(command, here, begun, monkeypatch):
     """How many files a command syncs, and what the folder held before it, which it holds again."""
     with monkeypatch.context() as patch:
-        seen = at_sync(patch, 0, None)
+        seen = at_sync(patch)
         assert main(command.split()) == 0
     shutil.rmtree(here)
     shutil.copytree(begun, here)
@@ -119,12 +113,8 @@ def test_a_command_that_fails_while_it_writes_leaves_whole_files(
     error, code = FAULTS[fault]
     command = COMMANDS[name]
     count, before = counted_and_undone(command, here, begun, monkeypatch)
-
-    def stop():
-        raise error
-
     with monkeypatch.context() as patch:
-        at_sync(patch, 1 + round(moment * (count - 1)), stop)
+        at_sync(patch, 1 + round(moment * (count - 1)), error)
         assert main(command.split()) == code
     printed = capsys.readouterr().err
     assert "Traceback" not in printed

@@ -57,11 +57,10 @@ def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
         assert (received.dtype, received.shape) == (array.dtype, array.shape)
 
 
-@pytest.mark.parametrize("text", ["", "M\u00fcller" * 20001])
-def test_a_text_is_the_chief_s_whatever_its_length(text):
-    texts = (text, "another")
+def test_a_text_is_the_chief_s_whatever_its_length():
+    texts = ("M\u00fcller" * 20001, "another")
     work = lambda exchange: text_from_chief(exchange, texts[exchange.rank])
-    assert together(2, work) == [text] * 2
+    assert together(2, work) == [texts[0]] * 2
 
 
 # --- Shared memory ---
@@ -84,15 +83,15 @@ def workers(monkeypatch):
         addresses = tuple(f"127.0.0.1:{1000 + rank}" for rank in range(count))
 
         def of_rank(rank):
-            with contextlib.ExitStack() as stack:
-                cluster = Cluster(addresses, rank)
-                peers, _ = meet(cluster, 10)
+            cluster = Cluster(addresses, rank)
+            peers, _ = meet(cluster, 10)
+            try:
+                return work(rank, SharedMemory(cluster, peers).sum)
+            except (WorkerLostError, ValueError) as error:
+                return error
+            finally:
                 for peer in peers.values():
-                    stack.enter_context(peer)
-                try:
-                    return work(rank, SharedMemory(cluster, peers).sum)
-                except (WorkerLostError, ValueError) as error:
-                    return error
+                    peer.close()
 
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(of_rank, range(count)))

@@ -136,7 +136,8 @@ def test_a_dry_run_prints_the_plan_and_commands_and_starts_nothing(program, tmp_
     assert "2 workers on 1 host" in out
     assert "plan of worker 0: CPUs 0-27,56-83, " in out
     for rank in (0, 1):
-        place, *words = shlex.split(out.partition(f"\nworker {rank}: ")[2].partition("\n")[0])
+        (line,) = re.findall(f"^worker {rank}: (.*)", out, re.MULTILINE)
+        place, *words = shlex.split(line)
         assert read_cluster(dict([place.split("=", 1)])).rank == rank
         assert words == [*launch.PROGRAM, *map(str, train(tmp_path, "--batch", 4))]
     assert not (tmp_path / "run").exists()

@@ -33,8 +33,10 @@ def test_a_process_that_is_killed_is_an_error_with_what_to_do():
 def workers_left():
     """Worker processes that still run, as the kernel has it: multiprocessing's own list can lag
     behind shared joins."""
-    lines = [" ".join(child.cmdline()) for child in psutil.Process().children()]
-    return [line for line in lines if "spawn_main" in line]
+    children = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 def test_what_a_job_raises_is_raised_here_and_no_process_is_left():
@@ -67,16 +69,13 @@ def test_workers_end_with_their_parent(tmp_path, number):
             while sum(path.stat().st_size > 0 for path in tmp_path.iterdir()) < 2:
                 assert process.poll() is None
                 time.sleep(0.05)
-            pids = [int(path.read_text()) for path in tmp_path.iterdir()]
+            workers = [psutil.Process(int(path.read_text())) for path in tmp_path.iterdir()]
             if number == signal.SIGINT:  # as a terminal sends it: to all of them
                 os.killpg(process.pid, number)
                 assert process.communicate(timeout=30)[1].count("Traceback") == 1
             else:
                 process.send_signal(number)
-            until = time.monotonic() + 20
-            while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-                assert time.monotonic() < until, "they are left"
-                time.sleep(0.05)
+            assert psutil.wait_procs(workers, 20)[1] == []
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
