@@ -59,23 +59,19 @@ def not_utf8(content, rng):
 
 HUGE = "@a number of 5,000 digits@"
 DEEP = "@100,000 brackets@"
-NUMBERS = (-1, 0, 2.5, float("nan"), 10**30, HUGE)
+NUMBERS = (-1, 0, 1000, 2.5, float("nan"), 10**30, HUGE)
 INVALID = (*NUMBERS, None, True, DEEP, "", "..", "a\0b", "\ud800", [], {})
 
 
 def changed(value, rng):
-    """`value` with one part of it replaced, left out or renamed."""
-    if not (isinstance(value, (dict, list)) and value and rng.random() < 0.9):
-        is_number = isinstance(value, (int, float)) and rng.random() < 0.4
-        return rng.choice([-value, value * 1000, str(value)] if is_number else INVALID)
+    """`value` with one part of it replaced or left out."""
+    if not isinstance(value, (dict, list)) or not value or rng.random() < 0.1:
+        return rng.choice(INVALID)
     key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
-    how = rng.random()
-    if how < 0.8:
+    if rng.random() < 0.8:
         value[key] = changed(value[key], rng)
-    elif how < 0.9 or isinstance(value, list):
-        del value[key]
     else:
-        value["../x"] = value.pop(key)
+        del value[key]
     return value
 
 

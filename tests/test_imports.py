@@ -33,7 +33,7 @@ def test_keras_is_reached_through_tensorflow_alone():
 def run_python(script, *arguments):
     command = [sys.executable, "-c", script, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 PROBE = """
@@ -130,7 +130,7 @@ def statements(node):
 def imported(path):
     """Dotted names of what a module imports, at its top or within a function."""
     names = set()
-    for node in statements(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom):  # of a module, or of a module's names
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):

@@ -16,7 +16,7 @@ from tests.test_imports import ROOT, sources
 def shown_commands(path):
     """The command lines that a page or a docstring shows, without ./run.sh; those in backticks only
     with options."""
-    text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
+    text = re.sub(r"\\+\n\s*", "", path.read_text("utf-8"))
     lines = re.findall(r"^(?:Examples?:)?\s*\./run\.sh ([a-z].*)$", text, re.MULTILINE)
     if path.suffix == ".md":
         lines += re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text)
@@ -71,7 +71,7 @@ def test_every_file_of_the_project_that_is_named_exists():
     """In pages, and in docstrings and comments."""
     unknown = []
     for path in PAGES + MODULES:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text("utf-8")
         if path.suffix == ".py":
             text = "\n".join(re.findall(r'""".*?"""|# .*', text, re.DOTALL))
         names = re.findall(r"(?<![\w./<*-])(?:\.\./)?(\w[\w/]*\.(?:py|c|h))\b(?![.(*])", text)
@@ -91,7 +91,7 @@ def test_what_a_page_has_from_the_code_is_made_by_plain_python(name):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(path):
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text("utf-8"))
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
 
 

@@ -13,13 +13,11 @@ POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ESTIMATE = ("memory_estimator", "--shape", "16", "16", "16", "--depth", "2")
 MEASURED = ("--threads", "2", "--calibration", "avx512_bf16", "--engine", "itex")  # on any host
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its terminals are UTF-16")
 
-
-def call(*words, terminal=None, stdout=subprocess.PIPE):
+def call(*words, terminal=(), stdout=subprocess.PIPE):
     """The end of `python -m WORDS`, with what it printed in bytes."""
     environment = {name: os.environ[name] for name in ("PATH", "XDG_DATA_HOME")}
-    environment.update(terminal or {}, PYTHONPATH=str(ROOT))
+    environment.update(terminal, PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", *map(str, words)]
     return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import subprocess
 import sys
 
@@ -27,11 +26,7 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(
     for folder, begin in zip(folders, ("train", "launch --workers 2 train")):
         places = ("--store", str(phantom_store.folder), "--run", str(folder))
         command = [sys.executable, "-m", "cpu3d", *begin.split(), *places, *options.split()]
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        printed = done.stderr + "".join(path.read_text() for path in folder.glob("**/*.log"))
-        noise = r"^(20\d\d-|[IWEF]\d{4} |INFO|WARNING)|XLA|ITEX_|oneDNN custom"
-        assert not re.search(noise, printed, re.MULTILINE)
+        subprocess.run(command, cwd=ROOT, env=environ, check=True)
     logs = sorted(folders[1].glob("logs/*"))
     decided = [path.read_text().count("post-processing, ") for path in logs]
     assert decided == [1, 0], "the chief alone decides"

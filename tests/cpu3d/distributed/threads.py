@@ -1,7 +1,6 @@
 """Workers as threads of one process, whose exchange is a barrier and an addition."""
 
 import threading
-from typing import Any, Callable, List
 
 import numpy as np
 import tensorflow as tf
@@ -12,9 +11,7 @@ from cpu3d.distributed.all_reduce import Exchange
 class ThreadExchange(Exchange):
     """The exchange of one of several workers; all of them put their vectors into `table`."""
 
-    def __init__(
-        self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock
-    ):
+    def __init__(self, rank, table, barrier, turn):
         self.rank = rank
         self.count = len(table)
         self._table = table
@@ -36,16 +33,15 @@ class ThreadExchange(Exchange):
             self._turn.acquire()
 
 
-def together(count: int, work: Callable[[Exchange], Any]) -> List[Any]:
+def together(count, work):
     """The results, or errors, of `work` as each of `count` workers at once."""
     table = [None] * count
     barrier = threading.Barrier(count)
     answers = [None] * count
-    turn = (
-        threading.Lock()
-    )  # one of them computes at a time: Keras does not build two networks at once
+    # one of them computes at a time: Keras does not build two networks at once
+    turn = threading.Lock()
 
-    def of_rank(rank: int) -> None:
+    def of_rank(rank):
         with turn:
             try:
                 answers[rank] = work(ThreadExchange(rank, table, barrier, turn))

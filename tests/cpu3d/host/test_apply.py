@@ -1,7 +1,6 @@
 """Each test that imports TensorFlow does so in a process of its own: an engine is chosen once per
 process."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,10 +19,10 @@ from cpu3d.host.thread_plan import (
     thread_plans,
 )
 from cpu3d.util.child import ROOT
+from memory_estimator.installed import itex_is_installed
 
 TOPOLOGY = read_topology()
 ALL_CPUS = [cpu.number for cpu in TOPOLOGY.cpus]
-HAS_ITEX = importlib.util.find_spec("intel_extension_for_tensorflow") is not None
 
 
 def run_python(script, **environment):
@@ -69,7 +68,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(not HAS_ITEX or len(ALL_CPUS) < 2, reason="needs ITEX and two CPUs")
+@pytest.mark.skipif(not itex_is_installed() or len(ALL_CPUS) < 2, reason="needs ITEX and two CPUs")
 def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_free():
     """A step binds the thread of TensorFlow's pool that begins it, and not the one that has asked
     for it.

@@ -9,23 +9,17 @@ from tests.cpu3d.host.hosts import XEON, write_line, write_tree
 GIB = 2**30
 
 
-@pytest.fixture
-def host(tmp_path):
-    """16 GiB, 10 of them free, 2 of swap."""
+def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(
+    tmp_path,
+):
     memory = {"MemTotal": 16, "MemFree": 1, "MemAvailable": 10, "SwapTotal": 4, "SwapFree": 2}
     lines = [f"{name}: {size * 2**20} kB" for name, size in memory.items()]
     write_line(tmp_path, "proc/meminfo", "\n".join(lines))
-    return tmp_path
-
-
-def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(
-    host,
-):
-    assert take_sample(host).rooms == {MACHINE: Room(12 * GIB, 16 * GIB)}
-    write_line(host, "proc/self/cgroup", "0::/job")
+    assert take_sample(tmp_path).rooms == {MACHINE: Room(12 * GIB, 16 * GIB)}
+    write_line(tmp_path, "proc/self/cgroup", "0::/job")
     for name, text in (("max", 8 * GIB), ("current", 7 * GIB), ("stat", f"active_file {4 * GIB}")):
-        write_line(host, f"sys/fs/cgroup/job/memory.{name}", str(text))
-    assert take_sample(host).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
+        write_line(tmp_path, f"sys/fs/cgroup/job/memory.{name}", text)
+    assert take_sample(tmp_path).rooms[CGROUP] == Room(5 * GIB, 8 * GIB)
 
 
 def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):

@@ -108,13 +108,6 @@ def test_a_host_is_read_as_it_was_written(topology, tmp_path):
     assert read_topology(tmp_path) == dataclasses.replace(topology, host=host)
 
 
-def test_a_mask_of_cpus_leaves_only_those(tmp_path):
-    write_tree(tmp_path, XEON)
-    (tmp_path / "proc/self/status").write_text("Cpus_allowed_list: 27-29,84\n")
-    cores = read_topology(tmp_path).cores
-    assert [[cpu.number for cpu in core] for core in cores] == [[27], [28, 84], [29]]
-
-
 def test_outside_linux_there_is_one_socket(tmp_path):
     topology = read_topology(tmp_path)
     assert len(topology.cores) == topology.host.cores

@@ -72,7 +72,7 @@ def test_files_are_as_readable_as_the_umask_says(path):
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert path.read_text(encoding="utf-8") == "é"
+    assert path.read_text("utf-8") == "é"
 
 
 def test_only_unfinished_files_of_this_program_are_removed(path):
