@@ -37,7 +37,7 @@ COMMANDS = {
     "prepare": "prepare --dataset data --store new --split 0.5 0.25 0.25 --workers 1",
     "evaluate": "evaluate --run run",
     "report": "report --run run",
-    "predict": f"predict --run run --image {IMAGE} --out out",
+    "predict": f"predict --run run --image {IMAGE} --out out --overwrite",
     "view": f"view --image {IMAGE} --out page.html",
 }
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
