@@ -143,10 +143,9 @@ def test_files_are_sorted_by_the_channels_at_the_ends_of_their_names(tmp_path):
         assert cases == {"p1": ("T2w", "ADC"), "p2": ("T2w", "ADC")}
 
 
-@pytest.mark.parametrize("pattern", ["{}_p1.nii.gz", "sub-1_{}_brain.nii"])
-def test_a_channel_elsewhere_than_at_the_end_of_a_name_is_refused(tmp_path, pattern):
+def test_a_channel_elsewhere_than_at_the_end_of_a_name_is_refused(tmp_path):
     for name, end in zip(STORE, ("FLAIR", "T1", "t1ce", "T2")):
-        write_nifti(tmp_path / pattern.format(end), volume(name))
+        write_nifti(tmp_path / f"sub-1_{end}_brain.nii", volume(name))
     for paths in (sorted(tmp_path.iterdir()), [tmp_path]):
         assert "names tell their channel" in problem_of(paths, predictor_of())
 

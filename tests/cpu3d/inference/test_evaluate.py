@@ -17,6 +17,7 @@ from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import read_scores, scores_path, summarise
 from tests.cpu3d.conftest import LABELS, make_store
+from tests.cpu3d.data.made_datasets import content_of
 from tests.cpu3d.runs import run_command
 
 
@@ -120,10 +121,7 @@ def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
 
 
-def content_of(run):
-    return {
-        path.name: path.read_bytes() for path in (run / "evaluation").rglob("*") if path.is_file()
-    }
+E = "evaluation/predictions/e.nii.gz"
 
 
 def test_an_evaluation_that_fails_leaves_the_earlier_one(tiny_store, tiny_run, fake_predictor):
@@ -135,7 +133,7 @@ def test_an_evaluation_that_fails_leaves_the_earlier_one(tiny_store, tiny_run, f
     assert content_of(tiny_run) == before
     fake_predictor.sure, fake_predictor.shift = 0.9, 1
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
-    assert content_of(tiny_run)["e.nii.gz"] != before["e.nii.gz"]
+    assert content_of(tiny_run)[E] != before[E]
 
 
 @pytest.mark.parametrize("name", ["predictions/mine.nii.gz", "scores.json"])

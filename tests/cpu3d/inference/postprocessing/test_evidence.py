@@ -1,42 +1,17 @@
 """What a labelled case says about post-processing: counts, scores of any rule, JSON."""
 
 import dataclasses
-import functools
-import json
 
 import numpy as np
 import pytest
 from scipy.ndimage import uniform_filter
 
 from cpu3d.data.labels import label_from_regions, region_mask
-from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather, means_of
+from cpu3d.inference.postprocessing.evidence import Means, gather, means_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores import score_region
-from memory_estimator.common.files import typed
 from tests.cpu3d.conftest import REGIONS
-from tests.cpu3d.inference.postprocessing.made import BIG, MM, evidences_of, label_of, unsure
-
-ISLAND = (1, (40, 20, 20), (10, 10, 3))  # 300 voxels
-WITHIN = (2, (42, 22, 20), (5, 5, 2))  # 50 voxels of core in it
-
-
-def test_what_is_kept_of_a_case():
-    (evidence,) = evidences_of(((BIG, unsure(ISLAND), WITHIN), (BIG,)))
-    whole = evidence.components["WT"]
-    assert whole.voxels == (8000, 300)
-    assert whole.probability == pytest.approx((0.99, 0.99))  # the core in the island is sure
-    assert (whole.truth.truth_voxels, whole.truth.pairs) == ((8000,), ((0, 0, 8000),))
-    assert evidence.components["TC"].inside == {"WT": (1,)}
-    assert evidence.components["ET"].voxels == ()
-
-
-def test_what_lies_in_a_removed_part_goes_with_it():
-    (evidence,) = evidences_of(((BIG, ISLAND, WITHIN), (BIG,)))
-    before = means_of([evidence.scores(PostProcessing(), REGIONS)])
-    assert before["WT"] == Means(0.5, 1, pytest.approx(2 * 8000 / (8000 + 8300)))
-    assert before["TC"] == Means(0, 1, 0)
-    after = means_of([evidence.scores(PostProcessing({"WT": Rule(share=0.1)}), REGIONS)])
-    assert after["WT"] == after["TC"] == Means(1, 0, 1)
+from tests.cpu3d.inference.postprocessing.made import MM, label_of
 
 
 def blobs(rng, share):
@@ -53,33 +28,21 @@ def made_up_case(rng):
     return answers.astype(np.float32), truth
 
 
-def every_third_slice_annotated(shape):
-    ignored = np.ones(shape, bool)
-    ignored[..., ::3] = False
-    return ignored
-
-
 SPACING_MM = (0.8, 1.0, 2.5)
 
 
-@functools.cache
-def made_up_cases():
-    """Two cases."""
+@pytest.fixture(scope="module", params=["all", "every third slice"])
+def gathered(request):
+    """Two cases, which of their voxels are ignored, and the evidence of each."""
     rng = np.random.default_rng(0)
-    return [made_up_case(rng) for _ in range(2)]
-
-
-@functools.cache
-def evidence_of(annotated):
-    """Which voxels of those cases are ignored, and the evidence of each."""
-    cases = made_up_cases()
+    cases = [made_up_case(rng) for _ in range(2)]
     ignored = None
-    if annotated != "all":
-        ignored = every_third_slice_annotated(cases[0][1].shape)
-    return ignored, [gather(*case, REGIONS, SPACING_MM, ignored) for case in cases]
+    if request.param != "all":
+        ignored = np.ones(cases[0][1].shape, bool)
+        ignored[..., ::3] = False
+    return cases, ignored, [gather(*case, REGIONS, SPACING_MM, ignored) for case in cases]
 
 
-@pytest.mark.parametrize("annotated", ["all", "every third slice"])
 @pytest.mark.parametrize(
     "rule",
     [
@@ -90,15 +53,13 @@ def evidence_of(annotated):
         Rule(region_mm3=400),
     ],
 )
-def test_scores_are_those_of_the_painted_labels(rule, annotated):
+def test_scores_are_those_of_the_painted_labels(rule, gathered):
     """No rule is painted to be scored. It judges whole components, also where few of their voxels
     are annotated."""
-    ignored, evidences = evidence_of(annotated)
+    cases, ignored, evidences = gathered
     chosen = PostProcessing({"WT": rule, "ET": rule})
     means = means_of([evidence.scores(chosen, REGIONS) for evidence in evidences])
-    labels = [
-        (truth, chosen.paint(answers, REGIONS, SPACING_MM)) for answers, truth in made_up_cases()
-    ]
+    labels = [(truth, chosen.paint(answers, REGIONS, SPACING_MM)) for answers, truth in cases]
     for name, codes in REGIONS.items():
         scores = []
         for truth, label in labels:
@@ -106,12 +67,6 @@ def test_scores_are_those_of_the_painted_labels(rule, annotated):
             scores.append(score_region(*masks, SPACING_MM, ignored=ignored))
         for metric, mean in dataclasses.asdict(means[name]).items():
             assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
-
-
-def test_evidence_is_read_from_json_as_it_was_written():
-    for evidence in evidence_of("every third slice")[1]:
-        written = json.loads(json.dumps(dataclasses.asdict(evidence)))
-        assert typed(written, Evidence) == evidence
 
 
 def test_a_case_without_anything_is_evidence_too():

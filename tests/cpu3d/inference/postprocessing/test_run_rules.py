@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -27,9 +26,9 @@ from cpu3d.inference.postprocessing.run_rules import (
     why_without_rules,
 )
 from cpu3d.inference.scores_file import scores_path
+from cpu3d.run.checkpoint import write_best
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats
-from cpu3d.run.rules import has_rules
 from cpu3d.training.heartbeat_writer import HeartbeatWriter
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
@@ -63,17 +62,13 @@ def run(tiny_run, tmp_path, predictor):
     split = {"train": ("a", "d"), "val": ("b", "c"), "test": ("e", "f")}
     geometry = dataclasses.replace(LPS_2MM, shape=(30, 10, 8))
     store = make_store(tmp_path / "long", tmp_path / "long source", split=split, geometry=geometry)
-    config = load_config(tiny_run)
-    save_config(
-        dataclasses.replace(config, store=str(store.folder), split_hash=store.manifest.split_hash),
-        tiny_run,
-    )
-    (tiny_run / "checkpoints").mkdir()
-    (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
+    of_store = {"store": str(store.folder), "split_hash": store.manifest.split_hash}
+    save_config(dataclasses.replace(load_config(tiny_run), **of_store), tiny_run)
+    write_best(tiny_run, {}, {})
     return tiny_run
 
 
-def of(run, weights="best"):
+def applied(run, weights="best"):
     return postprocessing_of(run, load_config(run), weights)
 
 
@@ -83,32 +78,35 @@ def after_training(run, store_folder):
 
 
 def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):
-    assert "not decided" in of(run).off
-    decision = choose_rules(run)
+    assert "not decided" in applied(run).off
+    rules = choose_rules(run)
     # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
-    assert decision.chosen.rules == {"WT": Rule(share=0.03, stays_from=0.95)}
-    assert decision.cases == 2
-    assert decision.cases_with == {"WT": 2, "TC": 2, "ET": 2}
-    assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
-    assert decision.after["WT"] == Means(1, 0, 1)
+    assert rules.chosen.rules == {"WT": Rule(share=0.03, stays_from=0.95)}
+    assert rules.cases == 2
+    assert rules.cases_with == {"WT": 2, "TC": 2, "ET": 2}
+    assert rules.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
+    assert rules.after["WT"] == Means(1, 0, 1)
     predictor.error = AssertionError("no network is asked again")
-    assert choose_rules(run) == decision == read_rules(run)
-    assert of(run) == decision.chosen
-    assert "best weights" in of(run, "last").off
+    assert choose_rules(run) == rules == read_rules(run)
+    assert applied(run) == rules.chosen
+    assert "best weights" in applied(run, "last").off
+    config = load_config(run)
+    assert why_without_rules(run, config) == ""
     (run / "checkpoints/best.npz").write_bytes(b"others")
-    assert "not decided for these weights" in of(run).off
+    assert "not decided for these weights" in applied(run).off
+    assert why_without_rules(run, config) == OPEN
     predictor.error = None
-    again = choose_rules(run)
-    assert again.weights_sha256 != decision.weights_sha256
-    assert again.chosen == decision.chosen
+    assert choose_rules(run).chosen == rules.chosen == applied(run)
+    save_config(dataclasses.replace(config, split_hash="another"), run)
+    assert "not decided for these weights" in applied(run).off
+    assert why_without_rules(run, load_config(run)) == LACKS_STORE
 
 
 def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
-    (tiny_run / "checkpoints").mkdir()
-    (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
+    write_best(tiny_run, {}, {})
     predictor.error = AssertionError("asked")
     assert choose_rules(tiny_run).cases == 1
-    assert "2 labelled validation cases" in of(tiny_run).off
+    assert "2 labelled validation cases" in applied(tiny_run).off
 
 
 @pytest.mark.parametrize(
@@ -125,20 +123,14 @@ def test_damaged_rules_are_refused(run, spoil, got):
     spoil(content)
     (run / FILE).write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"{FILE} must be .* got .*{got}.*`train`"):
-        of(run)
+        applied(run)
 
 
 def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, capsys):
-    config = load_config(run)
-    store = open_store(config.store)
-
-    def without(*case_ids):
-        return [
-            dataclasses.replace(case, label_voxels={0: 1}) if case.case_id in case_ids else case
-            for case in store.manifest.cases
-        ]
-
-    write_store(store.folder, remake(store.manifest, cases=without("b")))
+    store = open_store(load_config(run).store)
+    cases = list(store.manifest.cases)
+    cases[1] = dataclasses.replace(cases[1], label_voxels={0: 1})
+    write_store(store.folder, remake(store.manifest, cases=cases))
     predictor.error = AssertionError("asked")
     after_training(run, store.folder)
     assert "no region is in 2" in capsys.readouterr().err
@@ -166,19 +158,6 @@ def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_w
     assert "same command" in last.reason
 
 
-def test_a_run_is_decided_while_it_has_these_weights_and_else_if_its_store_is_there(run):
-    config = load_config(run)
-    assert why_without_rules(run, config) == OPEN
-    choose_rules(run)
-    assert why_without_rules(run, config) == ""
-    assert has_rules(run, config.split_hash)
-    (run / "checkpoints/best.npz").write_bytes(b"others")
-    assert why_without_rules(run, config) == OPEN
-    assert not has_rules(run, config.split_hash)
-    shutil.rmtree(config.store)
-    assert why_without_rules(run, config) == LACKS_STORE
-
-
 def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
     def scores(*words):
         assert run_command(evaluate, "--run", run, *words) == 0
@@ -189,25 +168,22 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
     decided, raw = scores(), scores("--raw")
     assert (decided["summary"]["WT"]["false_positives"]["mean"], decided["mean_dice"]) == (0, 1)
     assert raw["summary"]["WT"]["lesion_dice"]["mean"] == 0.5
-    assert {case["postprocessing"] for case in decided["cases"]} == {of(run).words}
-    assert "3 %" in of(run).words
+    assert {case["postprocessing"] for case in decided["cases"]} == {applied(run).words}
+    assert "3 %" in applied(run).words
     assert "--raw" in raw["cases"][0]["postprocessing"]
 
 
 def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_path, capsys):
     def predicted(*words):
-        image = tmp_path / "long source/e.nii.gz"
-        assert (
-            run_command(predict, "--run", run, "--image", image, "--out", tmp_path / "out", *words)
-            == 0
-        )
+        words = ("--image", tmp_path / "long source/e.nii.gz", "--out", tmp_path / "out", *words)
+        assert run_command(predict, "--run", run, *words) == 0
         return json.loads((tmp_path / "out/e.json").read_text())
 
     choose_rules(run)
     content, printed = predicted("--probabilities"), capsys.readouterr().out
     assert content["volumes_ml"]["WT"] == pytest.approx(0.25)
-    assert of(run).words == content["postprocessing"]
-    assert of(run).words in " ".join(printed.split())
+    assert applied(run).words == content["postprocessing"]
+    assert applied(run).words in " ".join(printed.split())
     probability = read_volume(tmp_path / "out" / content["probabilities"]["WT"])[0]
     assert np.count_nonzero(probability >= 0.5) == 127
     assert predicted("--raw", "--overwrite")["volumes_ml"]["WT"] == pytest.approx(0.254)
