@@ -80,8 +80,10 @@ def cases_to_predict(
     for files in found.cases:
         try:
             if ids.count(files.case_id) > 1:
-                rule = f"case ids must differ, got {files.case_id} for several cases"
-                raise InputError(f"{rule}; predict them into separate folders")
+                raise InputError(
+                    f"case ids must differ, got {files.case_id} for several cases; predict them "
+                    "into separate folders"
+                )
             taken, channels = _with_channels(files, store, inputs)
             cases.append(Case(taken, channels, *codes_for(predictor, files, codes)))
         except InputError as error:
@@ -92,8 +94,10 @@ def cases_to_predict(
             assumed[store if files.names else channels].append(files.case_id)
     notes = [f"not read: {path}" for path in found.unread]
     for order, unnamed in assumed.items():
-        rule = "no dataset.json or name tells the order of the channels, which is taken to be"
-        notes.append(f"note: {listed(unnamed)}: {rule} {', '.join(order)}")
+        notes.append(
+            f"note: {listed(unnamed)}: no dataset.json or name tells the order of the channels, "
+            f"which is taken to be {', '.join(order)}"
+        )
     return Cases(cases, list(dict.fromkeys(problems)), notes)
 
 
@@ -110,9 +114,11 @@ def _with_channels(
                 count = read_grid(files.images[0])[1]
         channels = inputs if count == len(inputs) else store
         if len(files.images) not in (1, len(channels)):
-            rule = f"--image must name one 4D file or one for each of {', '.join(channels)}"
             got = ", ".join(path.name for path in files.images)
-            raise InputError(f"{rule}, got {len(files.images)} files, {got}; name them all")
+            raise InputError(
+                f"--image must name one 4D file or one for each of {', '.join(channels)}, got "
+                f"{len(files.images)} files, {got}; name them all"
+            )
         return files, channels
     where = f"case {files.case_id} in {files.images[0].parent}"
     channels = store
@@ -146,8 +152,10 @@ def codes_for(
         own_labels = ", ".join(f"{code} {name}" for code, name in own.labels.items() if code)
         codes = sorted({code for codes in regions.values() for code in codes})
         wanted = ", ".join(f"{code} {labels.get(code, 'without a name')}" for code in codes)
-        rule = f"label codes of {own.of} for case {files.case_id} must name the run's labels"
-        raise InputError(f"{rule}, {wanted}, got {own_labels}; give --codes store, or others")
+        raise InputError(
+            f"label codes of {own.of} for case {files.case_id} must name the run's labels, "
+            f"{wanted}, got {own_labels}; give --codes store, or others"
+        )
     if not translated:
         return STORE, labels, PaintedRegions(regions, painted.items()), {}
     codes_of = {

@@ -70,14 +70,13 @@ def origin(
 ) -> Dict[str, Any]:
     """The origin of an answer, as it is written beside it: the run's folder, its fold, its weights,
     and how the network was applied; for several runs a list of these, "runs"."""
-    origins = []
-    for run, config, predictor in zip(runs, configs, predictors):
-        origins.append(
-            {
-                "run": str(run),
-                "fold": config.fold,
-                "weights_sha256": predictor.weights_sha256,
-                "inference": applied(config, predictor.inference),
-            }
-        )
+    origins = [
+        {
+            "run": str(run),
+            "fold": config.fold,
+            "weights_sha256": predictor.weights_sha256,
+            "inference": applied(config, predictor.inference),
+        }
+        for run, config, predictor in zip(runs, configs, predictors)
+    ]
     return origins[0] if len(origins) == 1 else {"runs": origins}

@@ -98,8 +98,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
     if split != UNTOUCHED and (together.folder or len(runs) > 1) and any(folds):
-        rule = f"--split must be {UNTOUCHED} for folds together, got {split}"
-        raise InputError(f"{rule}; `train --folds` scores each case by the fold that held it out")
+        raise InputError(
+            f"--split must be {UNTOUCHED} for folds together, got {split}; `train --folds` scores "
+            "each case by the fold that held it out"
+        )
     rules = RAW if chosen.raw else postprocessing_together(together)
     path = scores_path(out, split)
     check_folder(path.parent, "evaluation")
@@ -128,7 +130,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if options.json:
         print(json.dumps(scores, indent=1))
     else:
-        _print_scores(scores)
+        new_console().print(scores_table(scores))
+        worst = ranked(scores["cases"])[:WORST]
+        names = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in worst)
+        say(f"worst by mean Dice: {names}", stderr=False)
     say(f"written: {path}")
     return 0
 
@@ -139,8 +144,10 @@ def _folder_for_scores(options: Options, together: RunSet) -> Path:
     if out is None and len(together.runs) == 1:
         out = together.runs[0]
     if out is None:
-        rule = f"--out must name a folder for the scores of {len(together.runs)} runs together"
-        raise InputError(f"{rule}, got none; add it")
+        raise InputError(
+            f"--out must name a folder for the scores of {len(together.runs)} runs together, got "
+            "none; add it"
+        )
     return out.resolve()
 
 
@@ -241,28 +248,19 @@ def _score(
     }
 
 
-def _print_scores(scores: Mapping[str, Any]) -> None:
-    """The summary as a table, and the worst cases."""
-    new_console().print(scores_table(scores))
-    if len(scores["cases"]) > 1:
-        worst = ranked(scores["cases"])[:WORST]
-        names = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in worst)
-        say(f"worst by mean Dice: {names}", stderr=False)
-
-
 def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, List[str]]:
     """Case id -> what is unusual about it."""
-    notes = {}
     manifest = store.manifest
     channels = manifest.channels
     units = unit_notes(manifest.cases, channels)
-    for record in store.cases(split):
-        notes[record.case_id] = [
+    return {
+        record.case_id: [
             *case_notes(record, channels, manifest.ignore),
             *units.get(record.case_id, ()),
             *training_notes(record, configs),
         ]
-    return notes
+        for record in store.cases(split)
+    }
 
 
 def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
@@ -277,17 +275,21 @@ def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
     except InputError:
         theirs = []
     if present and theirs != sorted(map(str, together.runs)):
-        rule = f"{present[0]} must be by `evaluate` of the runs that are named, to be replaced"
         got = f"scores of {listed(theirs)}" if theirs else "no scores of `evaluate`"
-        raise InputError(f"{rule}, got {got}; choose another --out, or move it away")
+        raise InputError(
+            f"{present[0]} must be by `evaluate` of the runs that are named, to be replaced, got "
+            f"{got}; choose another --out, or move it away"
+        )
 
 
 def _check_filled(store: Store, split: str) -> None:
     """Raise InputError for a split without cases."""
     if not store.manifest.split[split]:
         filled = [name for name in SPLITS if store.manifest.split[name]]
-        rule = f'split "{split}" of store {store.folder} must hold cases, got none'
-        raise InputError(f"{rule}; choose --split {' or '.join(filled)}")
+        raise InputError(
+            f'split "{split}" of store {store.folder} must hold cases, got none; choose --split '
+            f"{' or '.join(filled)}"
+        )
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
@@ -296,12 +298,13 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
     own = (tuple(predictor.channels), dict(predictor.labels))
     stored = (tuple(manifest.channels), dict(manifest.labels))
     if own != stored:
-        rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
-        raise InputError(f"{rule}; name the run's own store")
+        raise InputError(
+            f"store {store.folder} must have the run's channels and labels {own}, got {stored}; "
+            "name the run's own store"
+        )
     _check_filled(store, split)
-    where = f"store {store.folder}"
     raise_if_any(
-        f"case {record.case_id} must have a label to be scored, got none in {where}; "
+        f"case {record.case_id} must have a label to be scored, got none in store {store.folder}; "
         "`predict` needs none"
         for record in records
         if not record.has_label

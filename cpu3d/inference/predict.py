@@ -154,16 +154,21 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     }
     sources = [path.resolve() for case in cases for path in case.files.paths]
     if options.out.resolve() in (path.parent for path in sources):
-        rule = "--out must not be a folder that is predicted on"
-        raise InputError(f"{rule}, got {options.out}; choose another", *problems)
+        raise InputError(
+            f"--out must not be a folder that is predicted on, got {options.out}; choose another",
+            *problems,
+        )
     raise_if_any(() if cases else problems)
     todo, kept = _to_do(predictor, cases, options, about, postprocessing)
     writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     if kept:
-        again = "with --overwrite they are predicted again"
-        say(f"kept {listed(kept)}, predicted before of the same image; {again}", stderr=False)
+        say(
+            f"kept {listed(kept)}, predicted before of the same image; with --overwrite they are "
+            "predicted again",
+            stderr=False,
+        )
     if not todo and not problems:
         return 0
     begin = time.monotonic()
@@ -182,8 +187,11 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     if sidecars:
         new_console().print(_volumes_table(sidecars))
         seconds = format_seconds(time.monotonic() - begin)
-        done = f"{count(sidecars, 'case')} predicted in {seconds} into {options.out}"
-        say(f"{done}, on the grids of their images", stderr=False)
+        say(
+            f"{count(sidecars, 'case')} predicted in {seconds} into {options.out}, on the grids of "
+            "their images",
+            stderr=False,
+        )
     problems += [problem for error in failures for problem in error.problems]
     if any(isinstance(error, DoesNotFitError) for error in failures):
         raise DoesNotFitError(*problems)
@@ -194,7 +202,8 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
 def _networks(chosen: Networks, inference: Inference) -> Tuple[RunSet, List[Any], PostProcessing]:
     """Open the runs, or the export, that predict: their predictors and rules."""
     if chosen.network is None:
-        raise_if_any([] if chosen.run else [NO_NETWORK])
+        if not chosen.run:
+            raise InputError(NO_NETWORK)
         together = open_runs(chosen)
         rules = RAW if chosen.raw else postprocessing_together(together)
         return together, trained_predictors(together.runs, together.weights, inference), rules
@@ -321,8 +330,9 @@ def _to_do(
             if differing:
                 others.setdefault(listed(differing), []).append(case_id)
             elif all(path.is_file() and path.name in before[FILES] for path in outputs.paths):
-                changed = " (its label as it was changed since)"
-                kept.append(f"{case_id}{changed}" if is_changed(outputs, before) else case_id)
+                if is_changed(outputs, before):
+                    case_id += " (its label as it was changed since)"
+                kept.append(case_id)
                 continue
         todo.append((case, made_from))
     raise_if_any(
@@ -364,7 +374,7 @@ def _made_from(
     return {
         **about,
         "images": [path.name for path in case.files.images],
-        "channels": list(case.files.names or case.channels),  # in the order of the images
+        "channels": case.files.names or case.channels,  # in the order of the images
         "normalisation": [kind.to_json() for kind in kinds],
         "target_spacing_mm": predictor.target_spacing_mm,
         "zero_nan": options.zero_nan,
@@ -385,8 +395,8 @@ def _answered(case: Case, record: CaseRecord, label: np.ndarray) -> Dict[str, An
     return {
         "volumes_ml": volumes_ml,
         "axes": record.geometry.axes,
-        "shape": list(ras_shape(record.geometry)),
-        "spacing_mm": list(ras_spacing_mm(record.geometry)),
+        "shape": ras_shape(record.geometry),
+        "spacing_mm": ras_spacing_mm(record.geometry),
         "zeroed_voxels": record.zeroed_voxels,
         "sources": [dataclasses.asdict(source) for source in record.sources],
     }

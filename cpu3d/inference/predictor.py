@@ -4,7 +4,7 @@ window by window."""
 import functools
 import itertools
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -49,11 +49,11 @@ class Predictor:
         self.config = config
         self.inference = inference
         # Those of the store the run was trained on, and the run's own: what an image must have.
-        self.channels: Tuple[str, ...] = config.store_channels
-        self.inputs: Tuple[str, ...] = config.channels
-        self.labels: Dict[int, str] = config.label_names
+        self.channels = config.store_channels
+        self.inputs = config.channels
+        self.labels = config.label_names
         self.normalisation_of = config.normalisation_of
-        self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
+        self.regions = config.codes_by_region
         self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
@@ -80,9 +80,10 @@ class Predictor:
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
             answers = to_source_grid(answers, record)
         if not np.isfinite(answers).all():
-            rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
-            todo = "the training has diverged, train again with a lower learning rate or in float32"
-            raise DivergedError(f"{rule}; {todo}")
+            raise DivergedError(
+                f"probabilities for case {record.case_id} must be finite, got NaN or infinity; the "
+                "training has diverged, train again with a lower learning rate or in float32"
+            )
         return answers
 
     def _seen(

@@ -132,20 +132,20 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
     problems = []
     window = window_of(config, inference)
     if window and config.resolution < 1:
-        got = f"{config.resolution:g}, at which the network saw its steps"
-        rule = f"--window must come with a run at full resolution, got {got}"
-        todo = "leave it out"
-        if config.is_coarse:
-            todo += ", or train until the first step at full resolution"
-        problems.append(f"{rule}; {todo}")
+        problems.append(
+            f"--window must come with a run at full resolution, got {config.resolution:g}, at "
+            "which the network saw its steps; leave it out, or train at full resolution"
+        )
     elif window:
         try:
             config.unet.check_shape(window, "--window")
         except ValueError as error:
             problems.append(str(error))
     if inference.flips and not config.augment.flip:
-        rule = "--flips must come with a run that was trained on mirror images"
-        problems.append(f"{rule}, got --no-flip; leave it out")
+        problems.append(
+            "--flips must come with a run that was trained on mirror images, got --no-flip; "
+            "leave it out"
+        )
     raise_if_any(problems)
 
 
@@ -158,14 +158,17 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     except InputError as error:
         problems = list(error.problems)
         if not folder:
-            todo = "name its folder with --store, or in `export` a case with --case"
-            problems.append(f"if the store was moved, {todo}")
+            problems.append(
+                "if the store was moved, name its folder with --store, or in `export` a case with "
+                "--case"
+            )
         raise InputError(*problems) from None
     if store.manifest.split_hash != config.split_hash:
-        rule = f"store {store.folder} must have the split that the run was trained with"
-        got = f"{config.split_hash}, got {store.manifest.split_hash}"
-        todo = "its test cases may have been trained on, so name the run's own store"
-        raise InputError(f"{rule}, {got}; {todo}")
+        raise InputError(
+            f"store {store.folder} must have the split that the run was trained with, "
+            f"{config.split_hash}, got {store.manifest.split_hash}; its test cases may have been "
+            "trained on, so name the run's own store"
+        )
     return with_fold(store, config.fold)
 
 
@@ -176,16 +179,17 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
     notes = []
     for config in configs:
         trained = config.spacing_mm or record.spacing_mm
-        is_as_it_was = config.target_spacing_mm is None  # else it was resampled
-        if is_as_it_was and differs(record.spacing_mm, trained):
-            own = in_mm(record.spacing_mm)
-            usual = in_mm(trained)
-            effect = "the answer may be worse; resample the image to the latter"
-            notes.append(f"voxels of {own}, but the run was trained on {usual}: {effect}")
+        # If the run has a target, what it sees is resampled to that.
+        if config.target_spacing_mm is None and differs(record.spacing_mm, trained):
+            notes.append(
+                f"voxels of {in_mm(record.spacing_mm)}, but the run was trained on "
+                f"{in_mm(trained)}: the answer may be worse; resample the image to the latter"
+            )
         if config.oriented is False and is_placed(record.geometry):
-            sides = "left and right may be exchanged in the answer"
-            rule = "an image with orientation, but the run was trained on images without"
-            notes.append(f"{rule}: {sides}")
+            notes.append(
+                "an image with orientation, but the run was trained on images without: left and "
+                "right may be exchanged in the answer"
+            )
     return list(dict.fromkeys(notes))
 
 
@@ -198,8 +202,10 @@ def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[st
     seen = sorted(trained.intersection(case_ids))
     if not seen:
         return []
-    effect = "if they are the same ones, their answers are better than those of new cases"
-    return [f"note: the runs were trained on cases of these names, {listed(seen)}: {effect}"]
+    return [
+        f"note: the runs were trained on cases of these names, {listed(seen)}: if they are the "
+        "same ones, their answers are better than those of new cases"
+    ]
 
 
 @dataclass(frozen=True)
@@ -222,15 +228,17 @@ def open_runs(options: RunOptions) -> RunSet:
         return RunSet(named, configs, options.weights or "best")
     folder = folders[0]
     if len(named) > 1:
-        got = listed(named)
-        rule = f"--run must name a folder of folds alone, got {got}"
-        raise InputError(f"{rule}; leave the others out")
+        raise InputError(
+            f"--run must name a folder of folds alone, got {listed(named)}; leave the others out"
+        )
     trained = trained_folds(folder)
     lacking = [fold for fold in read_folds(folder).names if fold not in trained]
     if lacking and not (options.some_folds and trained):
-        rule = f"folds of {folder} must all be trained to their end, got {listed(lacking)} without"
         more = ", or add --some-folds" if trained else ""
-        raise InputError(f"{rule}; repeat its `train --folds`{more}")
+        raise InputError(
+            f"folds of {folder} must all be trained to their end, got {listed(lacking)} without; "
+            f"repeat its `train --folds`{more}"
+        )
     runs = list(trained.values())
     configs = load_configs(runs, some_folds=options.some_folds)
     return RunSet(runs, configs, options.weights or FOLD_WEIGHTS, folder)
@@ -251,8 +259,10 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
             first = getattr(configs[0], name)
             other = getattr(config, name)
             if first != other:
-                rule = f"{name} of run {run} must be {first}, as of run {runs[0]}, got {other}"
-                problems.append(f"{rule}; put runs of one store and of the same regions together")
+                problems.append(
+                    f"{name} of run {run} must be {first}, as of run {runs[0]}, got {other}; put "
+                    "runs of one store and of the same regions together"
+                )
     folds = [config.fold for config in configs]
     if any(folds):
         total = max(parse_fold(fold)[1] for fold in folds if fold)
@@ -260,7 +270,9 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
         is_right = set(folds) <= every if some_folds else set(folds) == every
         if not is_right or len(set(folds)) < len(folds):
             got = listed(fold or "a run of no fold" for fold in folds)
-            rule = f"runs must be all folds of {total}, each once, or some with --some-folds"
-            problems.append(f"{rule}, got {got}; name others")
+            problems.append(
+                f"runs must be all folds of {total}, each once, or some with --some-folds, got "
+                f"{got}; name others"
+            )
     raise_if_any(problems)
     return configs

@@ -84,12 +84,11 @@ def are_of_weights(scores: Mapping[str, Any], runs: Sequence[Path]) -> bool:
 
 def warning(split: str) -> str:
     """The warning beside scores of a split that is not untouched."""
-    if split == "train":
-        seen = "was trained on these cases"
-    else:
-        seen = "was chosen by its scores on these cases"
-    text = f'These are NOT untouched cases: split "{split}". The network {seen}'
-    return f'{text}; quote the scores of "test" instead.'
+    seen = "trained on" if split == "train" else "chosen by its scores on"
+    return (
+        f'These are NOT untouched cases: split "{split}". The network was {seen} these cases; '
+        'quote the scores of "test" instead.'
+    )
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
@@ -159,13 +158,14 @@ _Region = TypedDict(
     "_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str}
 )
 
-_CASE = {
-    "case_id": str,
-    "mean_dice": float,
-    "predict_s": float,
-    "score_s": float,
-    "postprocessing": str,
-}
+
+class _Case(TypedDict):
+    case_id: str
+    mean_dice: float
+    predict_s: float
+    score_s: float
+    postprocessing: str
+    regions: Dict[str, _Region]
 
 
 class _Run(TypedDict, total=False):
@@ -188,7 +188,7 @@ class _Scores(_Run):
     peak_rss_bytes: Optional[int]
     regions: Dict[str, List[int]]
     summary: Dict[str, _Summary]
-    cases: List[TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})]
+    cases: List[_Case]
 
 
 def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:

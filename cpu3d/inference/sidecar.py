@@ -75,8 +75,9 @@ def check_replaceable(outputs: Outputs, before: Mapping[str, Any]) -> None:
         elif before and path == outputs.label and is_changed(outputs, before):
             got = "a label that was changed since predict wrote it"
         if got:
-            rule = f"{path} must not be overwritten, got {got}"
-            problems.append(f"{rule}; move it, or choose another --out")
+            problems.append(
+                f"{path} must not be overwritten, got {got}; move it, or choose another --out"
+            )
     raise_if_any(problems)
 
 

@@ -70,8 +70,9 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     out = options.out
     if out.is_dir() and any(out.iterdir()):
-        rule = f"--out {out} must be a new or an empty folder"
-        raise InputError(f"{rule}, got one with files; choose another")
+        raise InputError(
+            f"--out {out} must be a new or an empty folder, got one with files; choose another"
+        )
     check_folder(out, "--out")
     exported_config(load_config(options.run))  # before TensorFlow is loaded
     set_up()
@@ -110,12 +111,15 @@ def run(options: Options) -> int:
             answers, expected, as_predicted, record, own.regions, postprocessing
         )
         rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
-        title = "Against predict, and the same network in float32"
-        new_console().print(Table(("", ""), rows, title=title))
+        new_console().print(
+            Table(("", ""), rows, title="Against predict, and the same network in float32")
+        )
         if verification["largest_difference"] > TOLERANCE:
-            rule = f"an exported network must answer as the run's within {TOLERANCE:g}"
-            got = f"a difference of {verification['largest_difference']:g}"
-            raise InputError(f"{rule}, got {got}; report it, nothing is written")
+            raise InputError(
+                f"an exported network must answer as the run's within {TOLERANCE:g}, got a "
+                f"difference of {verification['largest_difference']:g}; report it, nothing is "
+                "written"
+            )
         write_json(new / FILE, {**about, "verification": verification})
     say(f"post-processing: {postprocessing.words}", stderr=False)
     say(f"written: {out}", stderr=False)

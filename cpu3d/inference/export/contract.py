@@ -28,9 +28,9 @@ def exported_config(config: RunConfig) -> RunConfig:
     """The run as it is exported: in float32, for images of its own grid, as padding beyond it would
     change what is normalised. Raises InputError for a run at a lower resolution."""
     if config.resolution != 1:
-        rule = f"export needs a run at full resolution, got {config.resolution:g}"
         raise InputError(
-            f"{rule}: an exported network does not make images smaller; export another run"
+            f"export needs a run at full resolution, got {config.resolution:g}: an exported "
+            "network does not make images smaller; export another run"
         )
     unet = dataclasses.replace(config.unet, dtype="float32", policy="speed")
     return dataclasses.replace(config, unet=unet)
@@ -40,10 +40,11 @@ def check_size(config: RunConfig, record: CaseRecord, region: Region) -> None:
     """Raise InputError unless the region of a case that is predicted in one pass is of the exported
     network's size."""
     if region.size != config.grid:
-        rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}"
-        got = f"{by(region.size, ' x ')}, what the run would see of it"
-        todo = "predict such a case with --run, or take another"
-        raise InputError(f"{rule}, got {got}; {todo}")
+        raise InputError(
+            f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got "
+            f"{by(region.size, ' x ')}, what the run would see of it; predict such a case with "
+            "--run, or take another"
+        )
 
 
 def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) -> Dict[str, Any]:
@@ -54,9 +55,10 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
     sigmoid."""
     regions = config.codes_by_region  # in the order of the answer's last axis
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
-    paint = []
-    for group in paint_order(regions):
-        paint.append([{"output": output, "code": code} for output, code in group])
+    paint = [
+        [{"output": output, "code": code} for output, code in group]
+        for group in paint_order(regions)
+    ]
     meanings = code_meanings(regions, config.label_names)
     return {
         "schema": SCHEMA,

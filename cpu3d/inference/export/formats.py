@@ -48,9 +48,8 @@ def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: 
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-    signatures = {"serving_default": module.answer}
     try:
-        tf.saved_model.save(module, str(folder), signatures=signatures, options=options)
+        tf.saved_model.save(module, str(folder), {"serving_default": module.answer}, options)
     except tf.errors.ResourceExhaustedError as error:
         raise OSError(f"{folder} must have room, got {error.message}") from None
 
@@ -193,8 +192,10 @@ def _layer(
 ) -> str:
     """The nodes of one layer of the plan; returns its output."""
     if op.kind is LayerKind.PLAIN:
-        rule = f"--format must be savedmodel for layer {op.name}, which only TensorFlow computes"
-        raise InputError(f"{rule}, got onnx; choose it")
+        raise InputError(
+            f"--format must be savedmodel for layer {op.name}, which only TensorFlow computes, got "
+            "onnx; choose it"
+        )
     weight = {
         name: graph.constant(array, f"{op.name}/{name}")
         for name, array in weights.items()

@@ -30,14 +30,18 @@ class ExportedPredictor(Predictor):
         try:
             about = read_record(folder / FILE, SCHEMA, dict, "export again", InputError)
         except (FileNotFoundError, NotADirectoryError):
-            rule = f"--network {folder} must hold an {FILE}"
-            raise InputError(f"{rule}, found none; name what `export` has written") from None
+            raise InputError(
+                f"--network {folder} must hold an {FILE}, found none; name what `export` has "
+                "written"
+            ) from None
         config = config_from_json(about["config"])
         check_inference(config, inference)
         super().__init__(config, [], inference)
         if self.window not in (None, config.grid):
-            got = f"{self.window}; leave --window out"
-            raise InputError(f"--window must be the network's {config.grid}, got {got}")
+            raise InputError(
+                f"--window must be the network's {config.grid}, got {self.window}; leave --window "
+                "out"
+            )
         self.weights_choice = about["weights"]  # "best" or "last"
         self.weights_sha256 = about["weights_sha256"]
         self.postprocessing = typed(about["postprocessing"], PostProcessing)
@@ -87,11 +91,9 @@ def load_network(file: Path, format_: str) -> Callable[..., np.ndarray]:
 
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         return lambda **inputs: session.run(None, inputs)[0]
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it warns that gradients, which no export has, are not there
+    # It warns that gradients, which no export has, are not there.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     model = tf.saved_model.load(str(file))
-    log.setLevel(level)
 
     def network(**inputs: Any) -> np.ndarray:
         tensors = {name: tf.constant(array) for name, array in inputs.items()}

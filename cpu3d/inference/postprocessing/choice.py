@@ -107,8 +107,7 @@ def _with_best(
     gain_of: Dict[Rule, float] = {}
     for rule in tried:
         larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
-        scores = _scores(evidences, {**rules, name: rule}, regions)
-        gains = _gains(scores, before)
+        gains = _gains(_scores(evidences, {**rules, name: rule}, regions), before)
         if (
             gains[name] * len(evidences) > least_gain
             and min(gains.values()) >= 0

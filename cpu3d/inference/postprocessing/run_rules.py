@@ -99,13 +99,15 @@ def _applied(
 ) -> PostProcessing:
     """The rules in a folder, of these runs with their `usual_weights`; or off, and why."""
     if weights != usual_weights:
-        off = f"decided with the {usual_weights} weights, these are the {weights}"
-        return PostProcessing(off=off)
+        return PostProcessing(
+            off=f"decided with the {usual_weights} weights, these are the {weights}"
+        )
     rules = read_rules(folder)
     wanted = (config.split_hash, weights_hashes(runs, weights))
     if rules is None or (rules.split_hash, rules.weights_sha256) != wanted:
-        off = "not decided for these weights and this split; repeat the `train` that made them"
-        return PostProcessing(off=off)
+        return PostProcessing(
+            off="not decided for these weights and this split; repeat the `train` that made them"
+        )
     return rules.chosen
 
 
@@ -194,8 +196,9 @@ def choose_rules_after_training(run: Path, store_folder: Path, heartbeat: Heartb
         heartbeat.note_end(f"post-processing could not be decided, {why}")
         line = f"off: it could not be decided, {why}; repeat the same command"
     except KeyboardInterrupt:
-        done = "the run is complete, its post-processing is not decided"
-        raise KeyboardInterrupt(f"{done}; the same command decides it") from None
+        raise KeyboardInterrupt(
+            "the run is complete, its post-processing is not decided; the same command decides it"
+        ) from None
     say(f"post-processing, {format_seconds(time.perf_counter() - begin)}: {line}")
 
 
