@@ -154,8 +154,9 @@ def _finest_logits(model: Any, image: Any) -> Any:
 def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 2)) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and of its mirror images along
     some `axes` of X, Y, Z, seven along all three, each mirrored back."""
-    counts = range(len(axes) + 1)
-    images = [some for count in counts for some in itertools.combinations(axes, count)]
+    images = [
+        some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)
+    ]
     total = 0
     for some in images:
         mirror = tf.reverse(image, np.array(some, np.int32) + 1)

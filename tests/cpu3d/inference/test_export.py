@@ -126,7 +126,7 @@ def test_predict_answers_alike_with_a_run_and_with_its_export(export, store, tmp
     about = json.loads((out / "export.json").read_text())
     assert about["inputs"]["image"]["shape"] == [*config.grid, len(config.channels)]
     assert [group[0]["code"] for group in about["paint"]] == [1, 2, 3]
-    assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", about["file"]])
+    assert {path.name for path in out.iterdir()} == {"export.json", about["file"]}
     assert ("mean" in about["inputs"]) == config.is_patch
     checked = about["verification"]
     assert checked["case_id"] == "e"  # the first of test

@@ -166,10 +166,7 @@ def test_regions_that_share_some_of_their_voxels_have_no_rule():
 def test_organs_and_a_single_region_are_decided_too(regions):
     choice = choose(*[((BIG, unsure(ISLAND)), (BIG,))] * 2, regions=regions)
     assert choice.chosen.rules == {next(iter(regions)): unsure_rule(0.1)}
-    assert len(choice.after) == len(regions)
 
 
 def test_nothing_is_removed_where_nothing_is_wrong():
-    choice = choose(CLEAN, CLEAN)
-    assert choice.chosen.off
-    assert choice.before == choice.after
+    assert choose(CLEAN, CLEAN).chosen.off

@@ -26,7 +26,6 @@ from cpu3d.inference.postprocessing.run_rules import (
     why_without_rules,
 )
 from cpu3d.inference.scores_file import scores_path
-from cpu3d.run.checkpoint import write_best
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training.heartbeat_writer import HeartbeatWriter
@@ -56,6 +55,11 @@ def predictor(fake_predictor, monkeypatch):
     return fake_predictor
 
 
+def write_weights(run, content=b"weights"):
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints/best.npz").write_bytes(content)
+
+
 @pytest.fixture
 def run(tiny_run, tmp_path, predictor):
     """A trained run with two validation cases, whose network answers right but for an island."""
@@ -64,7 +68,7 @@ def run(tiny_run, tmp_path, predictor):
     store = make_store(tmp_path / "long", tmp_path / "long source", split=split, geometry=geometry)
     of_store = {"store": str(store.folder), "split_hash": store.manifest.split_hash}
     save_config(dataclasses.replace(load_config(tiny_run), **of_store), tiny_run)
-    write_best(tiny_run, {}, {})
+    write_weights(tiny_run)
     return tiny_run
 
 
@@ -92,7 +96,7 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert "best weights" in applied(run, "last").off
     config = load_config(run)
     assert why_without_rules(run, config) == ""
-    (run / "checkpoints/best.npz").write_bytes(b"others")
+    write_weights(run, b"others")
     assert "not decided for these weights" in applied(run).off
     assert why_without_rules(run, config) == OPEN
     predictor.error = None
@@ -103,7 +107,7 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
 
 
 def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
-    write_best(tiny_run, {}, {})
+    write_weights(tiny_run)
     predictor.error = AssertionError("asked")
     assert choose_rules(tiny_run).cases == 1
     assert "2 labelled validation cases" in applied(tiny_run).off
@@ -169,7 +173,6 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
     assert (decided["summary"]["WT"]["false_positives"]["mean"], decided["mean_dice"]) == (0, 1)
     assert raw["summary"]["WT"]["lesion_dice"]["mean"] == 0.5
     assert {case["postprocessing"] for case in decided["cases"]} == {applied(run).words}
-    assert "3 %" in applied(run).words
     assert "--raw" in raw["cases"][0]["postprocessing"]
 
 
