@@ -83,7 +83,6 @@ SAVED = dataclasses.replace(
         ("schema", 9, "run .* must have schema 3, got 9"),
         ("grid", [16, 16], "config.grid must be"),
         ("unet", {"depth": 99}, "depth must be between 2 and 8"),
-        ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
         ("augment", {"flop": True}, "got unknown flop"),
         ("regions", ["TC"], "regions must be some of WT, got"),
         ("optimizer", ..., "config must hold every setting, got none for optimizer"),

@@ -16,7 +16,6 @@ HALF = RunConfig(curriculum="half").with_coarse_share(12)
         (RunConfig(), 3, 1, 5, [1], 8),
         (RunConfig(), 0, 1, 99, [1], 12),
         (RunConfig(), 0, 7, 5, [1], 7),
-        (RunConfig(), 3, 1, -5, [1], 3),
         # Five sixths of all steps, rounded down, take 1 s, the others 10 s.
         (HALF, 0, 1, 29, [1, 10], 11),
         (HALF, 0, 1, 28.9, [1, 10], 10),

@@ -4,17 +4,15 @@ network matters here."""
 import dataclasses
 import math
 import os
-import shutil
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cpu3d.data.manifest import remake
-from cpu3d.data.store import open_store, write_store
+from cpu3d.data.store import Store
 from cpu3d.errors import DivergedError, Interrupted, WorkerLostError
 from cpu3d.run.checkpoint import load_checkpoint, newest, weights_file
 from cpu3d.run.log import append_event, read_events
@@ -321,18 +319,15 @@ def test_lost_best_weights_are_replaced_by_those_of_the_last_checkpoint(
 
 
 def test_without_validation_the_last_weights_are_the_best_again(phantom_store, tmp_path):
-    store = Path(shutil.copytree(phantom_store.folder, tmp_path / "store"))
     split = phantom_store.manifest.split
     split = {"train": (*split["train"], *split["val"]), "val": (), "test": split["test"]}
-    write_store(store, remake(phantom_store.manifest, split=split))
-    options = {"store": open_store(store), "folder": tmp_path / "run", "steps": 3}
-    start(**options).run()
-    weights_file(tmp_path / "run", "best").unlink()
-    again = start(**options)
-    assert again.is_over
-    assert len(again.warnings) == 1
-    best = weights(tmp_path / "run", "best")
-    np.testing.assert_array_equal(best["model/000"], weights(tmp_path / "run")["model/000"])
+    store = Store(phantom_store.folder, remake(phantom_store.manifest, split=split))
+    start(store, tmp_path, steps=3).run()
+    weights_file(tmp_path, "best").unlink()
+    again = start(store, tmp_path, steps=3)
+    assert (again.is_over, len(again.warnings)) == (True, 1)
+    best = weights(tmp_path, "best")
+    np.testing.assert_array_equal(best["model/000"], weights(tmp_path)["model/000"])
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_its_log_anew(phantom_store, tmp_path):

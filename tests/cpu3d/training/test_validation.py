@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.host.memory import allocator_peak_bytes
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
@@ -101,16 +100,11 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "validation"]
     # A validation sees each case once, and no mirror images of it.
     predictor = load_predictor(tmp_path, inference=Inference(flips=False))
-    (record,) = phantom_store.cases("val")
     scores = evaluate_split(predictor, phantom_store, "val", tmp_path)
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
     assert event["dice"] == pytest.approx(dice, abs=1e-9)
     assert event["mean_dice"] == pytest.approx(scores["mean_dice"])
     assert predictor.config.resolution == resolution
-    answers = predictor.probabilities(phantom_store.image(record.case_id), record)
-    painted = region_mask(label_from_regions(answers, predictor.regions), predictor.regions["TC"])
-    map_of_tc = answers[..., list(predictor.regions).index("TC")] >= 0.5
-    assert np.any(map_of_tc != painted)
 
 
 @pytest.mark.usefixtures("needs_native")

@@ -19,6 +19,8 @@ GIB = 2**30
 
 # --- Whether it lasts ---
 
+PLAN = {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}
+
 
 @pytest.mark.parametrize(
     ("samples", "limits", "action"),
@@ -31,14 +33,10 @@ GIB = 2**30
         # Next to nothing, and less and less.
         ([(5000, 40), (5000, 20)], {}, "end"),
         # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept.
-        ([(1000, 5200), (6000, 110)], {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, ""),
-        ([(1000, 5200), (6000, 90)], {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, "stop"),
+        ([(1000, 5200), (6000, 110)], PLAN, ""),
+        ([(1000, 5200), (6000, 90)], PLAN, "stop"),
         # Two workers take 10,000.
-        (
-            [(1000, 10_200), (6000, 110)],
-            {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2},
-            "",
-        ),
+        ([(1000, 10_200), (6000, 110)], {**PLAN, "here": 2}, ""),
     ],
 )
 def test_the_run_goes_on_stops_or_ends(samples, limits, action):
