@@ -104,7 +104,7 @@ def open_transfer(config: RunConfig) -> Transfer:
             continue
         piece = _Piece(array)
         if weight.channel_axis is not None:
-            piece = _Piece(array, weight.channel_axis, channels, zeroes=bool(channels))
+            piece = _Piece(array, weight.channel_axis, channels, zeroes=True)
         elif weight.region_axis is not None:
             piece = _Piece(array, weight.region_axis, regions)
         if piece.axis is None or piece.pairs:

@@ -175,4 +175,5 @@ def steps(first, *seconds):
 def test_what_is_left_is_at_the_pace_of_the_last_attempt(events, step_s):
     left = Pace(events).seconds_left(24, 124)
     assert left == (None if step_s is None else pytest.approx(100 * step_s))
-    assert Pace(events).seconds_left(24, None) is None
+    for unknown in (None, 23):
+        assert Pace(events).seconds_left(24, unknown) is None

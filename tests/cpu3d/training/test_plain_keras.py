@@ -52,7 +52,6 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(tmp_path):
     assert first["loss"][1] < first["loss"][0]
     assert set(first) == {"loss", "head_loss", "head1_loss", "head_WT", "head1_WT"}
 
-    model.save_weights(tmp_path / "weights")  # refuses what is of the step's graph
     again = tf.keras.models.load_model(tmp_path / "model.keras")  # without `custom_objects`
     assert [layer.name for layer in again.layers if not layer.trainable] == [model.layers[1].name]
     assert same(again.predict(data, verbose=0), model.predict(data, verbose=0))
