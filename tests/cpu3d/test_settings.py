@@ -82,6 +82,7 @@ SAVED = dataclasses.replace(
     [
         ("schema", 9, "run .* must have schema 3, got 9"),
         ("grid", [16, 16], "config.grid must be"),
+        ("grid", [16, 16, 0], "grid must be positive"),
         ("unet", {"depth": 99}, "depth must be between 2 and 8"),
         ("augment", {"flop": True}, "got unknown flop"),
         ("regions", ["TC"], "regions must be some of WT, got"),
@@ -127,6 +128,7 @@ def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
     assert (config.channels, config.batch, config.epochs) == (("FLAIR", "T1w"), 2, 7)
     assert (config.unet.residual, config.augment.flip, config.augment.scaling) == (True, False, 0.4)
     assert config.unet.divisors == (16, 16, 4)
+    assert with_settings(config, {"depth": 3}).unet.strides == ()
     assert chosen(*as_options(settings)) == settings
 
 

@@ -17,6 +17,7 @@ from cpu3d.plan import make_plan
 from cpu3d.plan_text import plan_lines
 from cpu3d.report.report import write_report
 from cpu3d.run.checkpoint import weights_file
+from cpu3d.run.log import read_events
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
 from models.weights import network_weights
@@ -151,6 +152,8 @@ def test_a_run_that_has_begun_keeps_its_start_and_needs_its_weights_no_more(
         return train(phantom_store.folder, tmp_path / "run", settings=settings).init_record
 
     record = go(**OF_SOURCE, init=str(init))
+    saved = [e["step"] for e in read_events(tmp_path / "run") if e["event"] == "checkpoint"]
+    assert saved == [0, 2], "at once, as nothing else has these weights"
     shutil.rmtree(init)
     with pytest.raises(InputError, match="must keep its settings"):
         go(freeze="encoder")
@@ -209,16 +212,23 @@ def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_p
 # --- What the weights have seen ---
 
 
-def test_images_of_another_normalisation_than_the_weights_know_are_named(
+def test_images_of_another_normalisation_or_spacing_than_the_weights_know_are_named(
     phantom_store, source, tmp_path
 ):
     manifest = phantom_store.manifest
     kinds = (Normalisation(Kind.ZSCORE),) * len(manifest.channels)
-    store = Store(phantom_store.folder, dataclasses.replace(manifest, normalisation=kinds))
-    first, second = plan_from(source, store, tmp_path).config.init_record.warnings
+    settings = dataclasses.replace(manifest.settings, target_spacing_mm=(1.0, 1.0, 2.0))
+    other = dataclasses.replace(manifest, normalisation=kinds, settings=settings)
+
+    def warnings(manifest):
+        store = Store(phantom_store.folder, manifest)
+        return plan_from(source, store, tmp_path).config.init_record.warnings
+
+    first, second, third = warnings(other)
     assert "FLAIR is normalised by zscore" in first
-    assert "T1w is normalised by zscore" in second
-    assert plan_from(source, phantom_store, tmp_path).config.init_record.warnings == ()
+    assert "T1w is" in second
+    assert "spacing is 1 x 1 x 2 mm" in third
+    assert warnings(manifest) == ()
 
 
 def test_weights_of_another_fold_of_the_same_split_have_seen_held_out_patients(

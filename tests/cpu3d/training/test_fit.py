@@ -13,7 +13,7 @@ import pytest
 
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store
-from cpu3d.errors import DivergedError, Interrupted, WorkerLostError
+from cpu3d.errors import DivergedError, Interrupted, WorkerLostError, WorkersDifferError
 from cpu3d.run.checkpoint import load_checkpoint, newest, weights_file
 from cpu3d.run.log import append_event, read_events
 from cpu3d.training import fit as fit_module
@@ -133,6 +133,16 @@ def test_a_worker_that_is_lost_during_a_validation_costs_no_step(
     with pytest.raises(WorkerLostError, match=r"worker 1 must answer worker 0.* after step 4"):
         start(phantom_store, tmp_path, steps=4).run()
     assert newest(tmp_path).state["owes_validation"]
+
+
+def test_steps_of_workers_that_differ_are_not_saved(phantom_store, tmp_path, monkeypatch):
+    def differ():
+        raise WorkersDifferError
+
+    scores_are(monkeypatch, then=differ)
+    with pytest.raises(WorkersDifferError):
+        start(phantom_store, tmp_path, steps=4).run()
+    assert newest(tmp_path) is None
 
 
 # --- What diverges ---

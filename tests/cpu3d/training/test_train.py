@@ -184,9 +184,12 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
     lines = log.read_text().splitlines(keepends=True)
     last = newest(tmp_path).path.read_bytes()
     log.write_text("".join(lines[:-1]))
+    partial = tmp_path / "checkpoints/.best.npz.1.cpu3d.partial"
+    partial.touch()  # by a process that was killed
     assert "nothing to do after step 2: finished" in go()[1]
     assert log.read_text().splitlines()[:-1] == "".join(lines[:-1]).splitlines()
     assert last_event(tmp_path)["event"] == "end"
+    assert not partial.exists()
     assert newest(tmp_path).path.read_bytes() == last
     steps, printed = go(epochs=1, policy="lean")
     assert (steps, "note: this run had policy speed before" in printed) == (4, True)
@@ -244,6 +247,7 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     plan = json.loads((tmp_path / "plan.json").read_text())
     parts = (plan, plan["config"], plan["run"], plan["schedule"])
     assert [part["steps"] for part in parts] == 4 * [config.steps] == 4 * [4]
+    assert read_heartbeats(tmp_path)[0].steps == 4
     steps_s = 4 * plan["predicted"]["step_s"]
     assert plan["training_s"] == pytest.approx(steps_s)
     assert plan["run"]["steps_s"] == pytest.approx(steps_s)
