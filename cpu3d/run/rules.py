@@ -29,4 +29,4 @@ def has_rules(run: Path, split_hash: str) -> bool:
         found = (content["schema"], content["split_hash"], tuple(content["weights_sha256"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return found == (SCHEMA, split_hash, weights_hashes([run])) and bool(found[2])
+    return found == (SCHEMA, split_hash, weights_hashes([run]))

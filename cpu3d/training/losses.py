@@ -89,7 +89,7 @@ def _on_grid_or_finer(logits: tf.Tensor, target: Any) -> tf.Tensor:
         target = tf.ensure_shape(target, logits.shape)
     steps = {fine / coarse for fine, coarse in zip(target.shape[1:-1], logits.shape[1:-1])}
     is_other = len(target.shape) != len(logits.shape) or target.shape[-1] != logits.shape[-1]
-    if is_other or any(step % 1 or step < 1 for step in steps):
+    if is_other or any(step % 1 for step in steps):
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
         rule = "y_true must have the shape of y_pred or a finer grid"
         raise ValueError(f"{rule}, got {got}; give a map for each region")

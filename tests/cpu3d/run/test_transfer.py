@@ -17,7 +17,9 @@ from cpu3d.plan import make_plan
 from cpu3d.plan_text import plan_lines
 from cpu3d.report.report import write_report
 from cpu3d.run.checkpoint import weights_file
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
+from cpu3d.run.trained_weights import run_weights
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
 from models.weights import network_weights
@@ -188,6 +190,13 @@ def test_what_are_no_weights_is_refused_before_anything_is_written(
     with pytest.raises(InputError, match=str(path)):
         train(phantom_store.folder, tmp_path / "run", settings={**OF_SOURCE, "init": str(path)})
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_beside_the_config_of_another_network_are_refused(source):
+    config = load_config(source)
+    other = dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8))
+    with pytest.raises(InputError, match=r"must hold the weights of its run's config\.json"):
+        run_weights(other, weights_file(source, "best"))
 
 
 def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp_path):
