@@ -106,6 +106,13 @@ def test_a_foreground_patch_holds_a_voxel_that_was_asked_for_or_is_random_where_
     assert draw(other, [case], 5) == draw(PatchSampling(patch), [case], 5)
 
 
+def test_a_region_is_drawn_as_often_as_any_other():
+    case = record(centres={1: ((4, 4, 4), (9, 9, 9)), 2: ((5, 10, 7),)})
+    sampling = PatchSampling((1, 1, 1), "foreground", foreground=1.0, codes=((1,), (2,)))
+    starts = [sample.region.start for sample in draw(sampling, [case])]
+    assert starts.count((5, 10, 7)) == pytest.approx(100, abs=20)
+
+
 @given(st.floats(0, 1), st.integers(0, 10**9), st.integers(1, 300))
 def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share, first, count):
     sampling = PatchSampling(
