@@ -140,8 +140,8 @@ def draw(
 
     `levels` are those of the case's channels, `mirrored` is from `AugmentConfig.mirrored_axes`.
     """
-    draws = _Draws(config, random_units(seed, position, _KEY), channels=len(levels.scale))
-    units = draws.units
+    units = random_units(seed, position, _KEY)
+    draws = _Draws(config, units, len(levels.scale))
     within = draws.within
     # Every number is always drawn, so that one option does not shift the others.
     flips = [next(units) < 0.5 and axis in mirrored for axis in range(3)]
@@ -161,10 +161,12 @@ def draw(
     shift = np.where(levels.has_background, levels.shift * gain + offset, 0)
     beyond: Dict[str, Array] = {}  # of channels without a background of 0
     if levels.window is not None:
-        outside = np.where(levels.has_background, 0, levels.outside * gain + offset)
-        background = np.where(levels.has_background, 0, np.nan)
-        beyond = {"outside": outside, "background": background}
-        beyond.update(window=levels.window, limits=levels.limits)
+        beyond = {
+            "window": levels.window,
+            "outside": np.where(levels.has_background, 0, levels.outside * gain + offset),
+            "background": np.where(levels.has_background, 0, np.nan),
+            "limits": levels.limits,
+        }
     return AugmentParams(
         scale=(levels.scale * gain).astype(np.float32),
         shift=shift.astype(np.float32),
@@ -183,13 +185,13 @@ def draw(
     )
 
 
+@dataclass(frozen=True)
 class _Draws:
     """Draws of a sample, each from the next units of its random numbers."""
 
-    def __init__(self, config: AugmentConfig, units: Iterator[float], *, channels: int):
-        self.config = config
-        self.units = units  # from 0 to 1
-        self.channels = channels
+    config: AugmentConfig
+    units: Iterator[float]  # from 0 to 1
+    channels: int
 
     def within(self, limit: float, count: Optional[int] = None) -> Array:
         """Draw numbers from -limit to limit, by default one of each channel."""
