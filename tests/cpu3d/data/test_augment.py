@@ -86,6 +86,11 @@ def test_without_any_change_nothing_is_drawn():
     np.testing.assert_array_equal([sample.scale, sample.shift], [[1, 1], [0, 0]])
 
 
+def test_noise_alone_needs_no_volume_at_a_time():
+    needs = [name for name in RANGES if dataclasses.replace(NO_AUGMENT, **{name: 0.1}).needs_volume]
+    assert needs == ["blur", "contrast", "gamma", "low_resolution"]
+
+
 @pytest.mark.parametrize(("name", "value"), [("noise", -1), ("blur", np.nan), ("gain", 1)])
 def test_an_augmentation_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=f"augment {name} must be in .*, got {value}"):
