@@ -5,7 +5,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Optional, Tuple
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from cpu3d.data.cases.case import load_case
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.manifest import Geometry, make_manifest
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
-from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.convert import write_arrays
 from cpu3d.errors import DivergedError
 from cpu3d.inference.runs import Inference
@@ -33,25 +32,23 @@ LPS_2MM = Geometry(
 )
 """A grid that differs from the store's in two axes and whose voxels are 1 x 1 x 2 mm."""
 
-AS_TRAINED = Inference()
-
 
 @dataclass
 class FakePredictor:
     """Reads the label off FLAIR, which `write_case` made `10 + label` inside the head."""
 
     store: Path
-    regions: Dict[str, Tuple[int, ...]]
-    labels: Dict[int, str]
-    channels: Tuple[str, ...] = CHANNELS
-    inputs: Tuple[str, ...] = CHANNELS
-    target_spacing_mm: Optional[Tuple[float, float, float]] = None
+    regions: dict
+    labels: dict
+    channels: tuple = CHANNELS
+    inputs: tuple = CHANNELS
+    target_spacing_mm: tuple = None
     shift: int = 0
     """Voxels along X by which every answer is off."""
     sure: float = 0.9
-    inference: Inference = AS_TRAINED
-    mirrored: Tuple[int, ...] = (0, 1, 2)
-    window: Optional[Tuple[int, int, int]] = None
+    inference: Inference = Inference()
+    mirrored: tuple = (0, 1, 2)
+    window: tuple = None
     weights_sha256: str = "made up"
 
     def normalisation_of(self, channels):
@@ -67,7 +64,7 @@ class FakePredictor:
         return np.roll(answers, self.shift, axis=0).astype(np.float32) * self.sure
 
 
-def write_case(folder: Path, case_id: str, seed: int, geometry: Geometry = LPS_2MM) -> CaseFiles:
+def write_case(folder, case_id, seed, geometry=LPS_2MM):
     """A 4D image and a label as NIfTI: a head of noise, in it oedema around core around enhancing
     tumour."""
     x = np.indices(geometry.shape)
@@ -82,10 +79,11 @@ def write_case(folder: Path, case_id: str, seed: int, geometry: Geometry = LPS_2
     image[..., 0] = np.where(head, 10 + label, 0)
     image[..., 1] = np.where(head, rng.integers(50, 200, geometry.shape), 0)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / f"{case_id}.nii.gz", folder / f"{case_id}_label.nii.gz"
-    for path, volume in zip(paths, (image, label)):
-        write_volume(path, volume, geometry)
-    return CaseFiles(case_id, case_id, (paths[0],), paths[1])
+    image_path = folder / f"{case_id}.nii.gz"
+    label_path = folder / f"{case_id}_label.nii.gz"
+    write_volume(image_path, image, geometry)
+    write_volume(label_path, label, geometry)
+    return CaseFiles(case_id, case_id, (image_path,), label_path)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +125,7 @@ def without_pictures(monkeypatch):
 
 
 @pytest.fixture
-def tiny_store(tmp_path) -> Store:
+def tiny_store(tmp_path):
     """Six labelled cases: three to train, one to validate, two to test."""
     return make_store(tmp_path / "store", tmp_path / "source")
 
@@ -136,15 +134,15 @@ SPLIT = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e", "f")}
 
 
 def make_store(
-    folder: Path,
-    source: Path,
+    folder,
+    source,
     *,
-    labelled: bool = True,
+    labelled=True,
     split=SPLIT,
-    geometry: Geometry = LPS_2MM,
-    ignore: Optional[int] = None,
+    geometry=LPS_2MM,
+    ignore=None,
     normalisation=(),
-) -> Store:
+):
     """A store of cases of `write_case`. Of their labels every second slice is `ignore`."""
     labels = dict(LABELS)
     if ignore is not None:
@@ -185,7 +183,7 @@ def make_store(
 
 
 @pytest.fixture
-def tiny_run(tmp_path, tiny_store) -> Path:
+def tiny_run(tmp_path, tiny_store):
     """A run folder trained on `tiny_store`, with a log that was cut off in mid-line."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -216,35 +214,29 @@ def tiny_run(tmp_path, tiny_store) -> Path:
         "precision": "mixed_bfloat16",
     }
     lines = [start]
+    step_event = {
+        "event": "step",
+        "epoch": 0,
+        "dice": {"WT": 0.9, "TC": 0.5, "ET": 0.2},
+        "learning_rate": 1e-3,
+        "step_s": 2.0,
+        "wait_s": 0.02,
+        "rss_bytes": 3 * 2**30,
+    }
+    validation = {
+        "event": "validation",
+        "epoch": 0,
+        "loss": 0.3,
+        "best": True,
+        "cases": 1,
+        "dice": {"WT": 0.8, "TC": 0.7, "ET": 0.6},
+        "mean_dice": 0.7,
+        "seconds": 3.0,
+    }
     for step in range(1, 41):
-        lines.append(
-            {
-                "event": "step",
-                "step": step,
-                "epoch": step // 3,
-                "case_id": "abc"[step % 3],
-                "loss": 1 / step,
-                "dice": {"WT": 1 - 1 / step, "TC": 0.5, "ET": 0.2},
-                "learning_rate": 1e-3,
-                "step_s": 2.0,
-                "wait_s": 0.02,
-                "rss_bytes": 3 * 2**30 + step,
-            }
-        )
+        lines.append({**step_event, "step": step, "case_id": "abc"[step % 3], "loss": 1 / step})
         if step % 20 == 0:
-            lines.append(
-                {
-                    "event": "validation",
-                    "step": step,
-                    "epoch": step // 3,
-                    "loss": 0.3,
-                    "best": True,
-                    "cases": 1,
-                    "dice": {"WT": 0.8, "TC": 0.7, "ET": 0.6},
-                    "mean_dice": 0.7,
-                    "seconds": 3.0,
-                }
-            )
+            lines.append({**validation, "step": step})
             lines.append({"event": "checkpoint", "step": step, "seconds": 1.0, "bytes": 1000})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "log.jsonl").write_text(text + '{"event": "step", "step": 41, "lo', encoding="utf-8")
@@ -268,5 +260,5 @@ def fold_runs(tmp_path, tiny_run):
 
 
 @pytest.fixture
-def fake_predictor(tiny_store) -> FakePredictor:
+def fake_predictor(tiny_store):
     return FakePredictor(tiny_store.folder, REGIONS, LABELS)

@@ -109,6 +109,11 @@ class NumpyLearner:
             array[...] = arrays[name]
 
 
+OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze")
+OF_NETWORK += ("optimizer", "peak_rate")
+"""What a learner is compiled from."""
+
+
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before
     is taken again."""
@@ -116,50 +121,35 @@ def shared_learner(config):
     if key not in _LEARNERS:
         learner = Learner(config)
         learner.release = lambda: None  # it is taken again
-        _LEARNERS[key] = (
-            learner,
-            {name: np.array(array) for name, array in learner.arrays().items()},
-        )
+        initial = {name: np.array(array) for name, array in learner.arrays().items()}
+        _LEARNERS[key] = learner, initial
     learner, initial = _LEARNERS[key]
     learner.config = config
     learner.restore(initial)
     return learner
 
 
-OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze")
-OF_NETWORK += ("optimizer", "peak_rate")
-"""What a learner is compiled from."""
 _LEARNERS = {}
-
-
-class SharedNetwork:
-    """A network that is compiled for prediction, with the weights of whom it was called for
-    last."""
-
-    def __init__(self, unet, size, batch_size):
-        model = build_unet3d(unet, size, batch_size)
-        taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
-        self._model = model
-        self._weights = None
-        self._function = tf.function(
-            lambda image: tf.cast(finest(model(image, training=False)), tf.float32),
-            [taken],
-            autograph=False,
-        )
-
-    def __call__(self, image, weights):
-        if weights is not self._weights:
-            self._model.set_weights(weights)
-            self._weights = weights
-        return self._function(image)
 
 
 def shared_network(unet, weights, size, batch_size=1):
     """`compiled_network` of predictions; one that was compiled for other weights is taken again."""
     key = repr((unet, size, batch_size))
     if key not in _NETWORKS:
-        _NETWORKS[key] = SharedNetwork(unet, size, batch_size)
-    return functools.partial(_NETWORKS[key], weights=weights)
+        model = build_unet3d(unet, size, batch_size)
+        function = tf.function(
+            lambda image: tf.cast(finest(model(image, training=False)), tf.float32),
+            [tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)],
+            autograph=False,
+        )
+        _NETWORKS[key] = model, function
+    model, function = _NETWORKS[key]
+
+    def answer(image):
+        model.set_weights(weights)
+        return function(image)
+
+    return answer
 
 
 _NETWORKS = {}
@@ -197,9 +187,8 @@ def start(store, folder, *, learner=shared_learner, **settings):
     return Fit(plan, folder, watchdog, make_learner=learner)
 
 
-def start_without_network(store, folder, **settings):
-    """A run whose learner needs no network."""
-    return start(store, folder, learner=NumpyLearner, **settings)
+start_without_network = functools.partial(start, learner=NumpyLearner)
+"""A run whose learner needs no network."""
 
 
 def written_weights(config, folder, seed=0):
@@ -265,28 +254,25 @@ SAME = {
 """Event -> its fields that follow from the run alone. JSON keeps a float to the bit."""
 
 
+def followed(run):
+    """What of a finished run follows from the run alone, its arrays to the bit."""
+    events = []
+    for event in read_events(run):
+        events.append([event[name] for name in SAME.get(event["event"], ())])
+    weights = []
+    for name in ("last", "best"):
+        arrays, state = load_checkpoint(weights_file(run, name))
+        bits = {key: (array.dtype, array.shape, array.tobytes()) for key, array in arrays.items()}
+        weights.append(({**state, "trained_s": 0, "validated_s": 0}, bits))
+    return [event for event in events if event], weights
+
+
 def assert_same_run(run, reference):
     """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing
     else is left."""
-    log = read_events(run)
-    expected = read_events(reference)
-    for kind, names in SAME.items():
-        logs = ([event for event in events if event["event"] == kind] for events in (log, expected))
-        kept, wanted = (
-            [{name: event[name] for name in names} for event in events] for events in logs
-        )
-        assert kept == wanted
-    assert (log[-1]["event"], log[-1]["reason"]) == ("end", "finished")
-    for name in ("last", "best"):
-        (arrays, state), (wanted, wanted_state) = (
-            load_checkpoint(weights_file(at, name)) for at in (run, reference)
-        )
-        timed = {"trained_s": 0, "validated_s": 0}
-        assert {**state, **timed} == {**wanted_state, **timed}
-        assert sorted(arrays) == sorted(wanted)
-        for key, array in arrays.items():
-            bits, other_bits = ((a.dtype, a.shape, a.tobytes()) for a in (array, wanted[key]))
-            assert bits == other_bits, key
+    assert followed(run) == followed(reference)
+    last = read_events(run)[-1]
+    assert (last["event"], last["reason"]) == ("end", "finished")
     assert newest(run).path == checkpoints(run)[0]
     assert len(checkpoints(run)) <= KEPT
     assert list((run / "checkpoints").glob(".*.partial")) == []
