@@ -109,13 +109,13 @@ class Answer:
 
     def costs(self, run: RunFiles) -> Dict[str, Optional[float]]:
         """The COSTS of one of its runs. None is not known."""
-        known = vars(run.history.costs(run.config.coarse_steps))
-        scored_costs = {
-            "train_peak_bytes": known["peak_rss_bytes"],
+        known = {
+            **vars(run.history.costs(run.config.coarse_steps)),
             "case_predict_s": median(numbers(self.scores["cases"], "predict_s")),
             "predict_peak_bytes": self.scores.get("peak_rss_bytes"),
         }
-        return {name: {**known, **scored_costs}[name] for name in COSTS}
+        known["train_peak_bytes"] = known["peak_rss_bytes"]
+        return {name: known[name] for name in COSTS}
 
 
 def read_answer(variant: str, seed: int, folder: Path, split: str) -> Answer:
@@ -183,22 +183,23 @@ class Comparison:
         """The scores, differences and costs, as in results.json and the records."""
         variants = {}
         differences: Json = {}
-        runs = []
+        runs: List[Json] = []
         for variant, own in self.answers.items():
-            costs: Dict[str, List[float]] = {name: [] for name in COSTS}
+            own_runs = []
             for answer in own:
                 for run in answer.runs.values():
-                    run_costs = answer.costs(run)
-                    rate = run.config.peak_rate
                     about = {"variant": variant, "seed": answer.seed, "fold": run.config.fold}
-                    runs.append({**about, "learning_rate": rate, **run_costs})
-                    for name, value in run_costs.items():
-                        if value is not None:
-                            costs[name].append(value)
+                    rate = run.config.peak_rate
+                    own_runs.append({**about, "learning_rate": rate, **answer.costs(run)})
+            runs += own_runs
+            costs = {}
+            for name, cost in COSTS.items():
+                known = numbers(own_runs, name)
+                costs[name] = cost.of(known) if known else None
             variants[variant] = {
                 "seeds": [answer.seed for answer in own],
                 "scores": self._of_all(variant, self._score),
-                "costs": {name: COSTS[name].of(of) if of else None for name, of in costs.items()},
+                "costs": costs,
             }
             if variant != self.baseline:
                 differences[variant] = self._of_all(variant, self._difference)

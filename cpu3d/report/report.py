@@ -186,31 +186,43 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     of_step = "median, without waiting"
     overhead_s = costs.validation_s + costs.checkpoint_s
     all_s = costs.steps_s + overhead_s
+    waiting = costs.wait_s / costs.steps_s if costs.steps_s else None
+    overhead = overhead_s / all_s if all_s else None
     cases = scores["cases"] if scores else []
     predict_s = numbers(cases, "predict_s")
     predict_s = predict_s[1:] or predict_s  # the first one also starts what computes
-    in_bytes = format_bytes
-    in_s = format_seconds
     in_percent = "{:.1%}".format
     process = most("run_process_peak_bytes")
     allocator = most("run_allocator_peak_bytes")
     rows: Sequence[Tuple[str, Any, Any, str, Optional[float]]] = (
-        ("peak memory of the process", peak, in_bytes, "with mapped files", process),
-        ("upper bound of the plan", peak if bound else None, in_bytes, "of the process", bound),
-        (f"allocator on {device}", costs.allocator_peak_bytes, in_bytes, scratch, allocator),
-        ("time per coarse step", coarse_s, in_s, of_step, most("coarse_step_s")),
-        ("time per step", full_s, in_s, of_step, most("step_s")),
-        ("waiting for data", _share(costs.wait_s, costs.steps_s), in_percent, "of all steps", None),
+        ("peak memory of the process", peak, format_bytes, "with mapped files", process),
+        ("upper bound of the plan", peak if bound else None, format_bytes, "of the process", bound),
+        (f"allocator on {device}", costs.allocator_peak_bytes, format_bytes, scratch, allocator),
+        ("time per coarse step", coarse_s, format_seconds, of_step, most("coarse_step_s")),
+        ("time per step", full_s, format_seconds, of_step, most("step_s")),
+        ("waiting for data", waiting, in_percent, "of all steps", None),
         (
             "validation and checkpoints",
-            _share(overhead_s, all_s),
+            overhead,
             in_percent,
             "of the whole time",
             None,
         ),
-        ("whole training", costs.train_s or all_s or None, in_s, "wall clock, all attempts", None),
-        ("prediction", median(predict_s), in_s, "a volume on its full grid, median", None),
-        ("scoring", median(numbers(cases, "score_s")), in_s, "a volume, median", None),
+        (
+            "whole training",
+            costs.train_s or all_s or None,
+            format_seconds,
+            "wall clock, all attempts",
+            None,
+        ),
+        (
+            "prediction",
+            median(predict_s),
+            format_seconds,
+            "a volume on its full grid, median",
+            None,
+        ),
+        ("scoring", median(numbers(cases, "score_s")), format_seconds, "a volume, median", None),
     )
     cells = []
     for name, value, show, how, guess in rows:
@@ -219,7 +231,3 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
             off = f"{guess / value - 1:+.1%}" if guess and value else ""
             cells.append((name, Bold(show(value)), how, predicted, off))
     return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
-
-
-def _share(part: float, whole: float) -> Optional[float]:
-    return part / whole if whole else None

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from rich.console import Group
 from rich.text import Text
@@ -75,25 +75,24 @@ def run(options: Options) -> int:
 def describe(status: RunStatus) -> Group:
     """The text to print: the run in a line, its workers in a table, then progress and what to
     do."""
-    lines = _progress(status)
-    lines += [("plan", reason) for reason in status.reasons]
-    if status.detail:
-        lines.append(("note" if status.is_fine else "why", status.detail))
+    left = ""
     if status.steps_left and not status.is_fine:
         begin = status.steps - status.steps_left
-        text = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
+        left = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
         if status.seconds_left is not None:
-            text += f", about {format_seconds(round(status.seconds_left))}"
-        lines.append(("left", text))
-    if status.advice:
-        lines.append(("next", status.advice))
-    shown: List[Any] = [_heading("run", status.folder, status.state)]
-    if status.workers:
-        columns = ("worker", "state", "phase", "memory", "peak", "plan", "free")
-        rows = [_cells(worker) for worker in status.workers]
-        caption = "phase, and how long it lasts; M is MiB, G is GiB"
-        shown.append(Table(columns, rows, caption=caption, names=3))
-    return Group(*shown, *map(_named_line, lines))
+            left += f", about {format_seconds(round(status.seconds_left))}"
+    columns = ("worker", "state", "phase", "memory", "peak", "plan", "free")
+    rows = [_cells(worker) for worker in status.workers]
+    caption = "phase, and how long it lasts; M is MiB, G is GiB"
+    lines = [
+        *_progress(status),
+        *(("plan", reason) for reason in status.reasons),
+        ("note" if status.is_fine else "why", status.detail),
+        ("left", left),
+        ("next", status.advice),
+    ]
+    table = Table(columns, rows, caption=caption, names=3)
+    return _shown("run", status.folder, status.state, table, lines)
 
 
 # --- Several runs ---
@@ -183,21 +182,16 @@ def describe_set(status: SetStatus) -> Group:
         dice = "-" if part.mean_dice is None else f"{part.mean_dice:.3f}"
         left = "-" if part.seconds_left is None else format_seconds(round(part.seconds_left))
         rows.append((part.name, part.state, f"{part.step:,}{of}", left, dice))
-    columns = ("run", "state", "step", "left", "mean Dice")
-    caption = "mean Dice: of the cases that the run is scored on"
-    lines = []
-    if status.phase:
-        lines.append(("phase", status.phase))
+    left = ""
     if status.seconds_left is not None:
         until = _until(status.seconds_left) if status.phase else ""
-        lines.append(("left", f"about {format_seconds(round(status.seconds_left))}{until}"))
-    if status.detail:
-        lines.append(("why", status.detail))
-    if status.advice:
-        lines.append(("next", status.advice))
+        left = f"about {format_seconds(round(status.seconds_left))}{until}"
+    columns = ("run", "state", "step", "left", "mean Dice")
+    caption = "mean Dice: of the cases that the run is scored on"
     table = Table(columns, rows, caption=caption, names=2)
-    first = _heading(status.kind, status.folder, status.state)
-    return Group(first, table, *map(_named_line, lines))
+    lines = [("phase", status.phase), ("left", left), ("why", status.detail)]
+    lines.append(("next", status.advice))
+    return _shown(status.kind, status.folder, status.state, table, lines)
 
 
 # --- Private helpers ---
@@ -221,8 +215,6 @@ def _part_status(name: str, run_set: RunSet, usual_s: Optional[float]) -> PartSt
 
 def _mean_dice(run: Path, run_set: RunSet) -> Optional[float]:
     """The mean Dice of a run's current scores; None if there are none."""
-    if last_end(run).get("reason") != FINISHED:
-        return None
     if run_set.is_out_of_fold and not is_scored(run):
         return None
     try:
@@ -241,14 +233,18 @@ def _styled(state: str) -> str:
     return Bad(state)
 
 
-def _heading(kind: str, folder: str, state: str) -> Text:
+def _shown(
+    kind: str, folder: str, state: str, table: Table, lines: Sequence[Tuple[str, str]]
+) -> Group:
+    """A line of state, a table if it has rows, and lines as (name, text), if they have one."""
     styled = _styled(state)
-    return Text.assemble((f"{kind}: ", "bold"), f"{folder}: ", (styled, styled.style))
-
-
-def _named_line(line: Tuple[str, str]) -> Text:
-    name, text = line
-    return Text.assemble((f"{name}: ", "bold"), text)
+    shown: List[Any] = [Text.assemble((f"{kind}: ", "bold"), f"{folder}: ", (styled, styled.style))]
+    if table.rows:
+        shown.append(table)
+    for name, text in lines:
+        if text:
+            shown.append(Text.assemble((f"{name}: ", "bold"), text))
+    return Group(*shown)
 
 
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:

@@ -33,6 +33,9 @@ LPS_2MM = Geometry(
 """A grid that differs from the store's in two axes and whose voxels are 1 x 1 x 2 mm."""
 
 
+AS_TRAINED = Inference()
+
+
 @dataclass
 class FakePredictor:
     """Reads the label off FLAIR, which `write_case` made `10 + label` inside the head."""
@@ -46,7 +49,7 @@ class FakePredictor:
     shift: int = 0
     """Voxels along X by which every answer is off."""
     sure: float = 0.9
-    inference: Inference = Inference()
+    inference: Inference = AS_TRAINED
     mirrored: tuple = (0, 1, 2)
     window: tuple = None
     weights_sha256: str = "made up"
@@ -206,12 +209,7 @@ def tiny_run(tmp_path, tiny_store):
         "host": {"cpu": "made up", "cores": 2},
         "versions": {"tensorflow": "2.15.1"},
         "engine": "ITEX 2.15.0.0",
-        "threads": {"intra_op": 2},
         "split_hash": hash_,
-        "store": str(tiny_store.folder),
-        "grid": [16, 16, 16],
-        "parameters": 1234,
-        "precision": "mixed_bfloat16",
     }
     lines = [start]
     step_event = {

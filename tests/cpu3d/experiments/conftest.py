@@ -56,12 +56,12 @@ class Commands:
     calls: list = field(default_factory=list)
     cut_at: int = -1  # the number of the call in which Ctrl-C comes
     diverges: str = ""  # the run whose training diverges
-    # (run, weights) of the networks that `evaluate` asked
+    # (run, weights) of the networks that were asked
     loaded: list = field(default_factory=list)
 
     def seen(self):
-        calls = list(self.calls)
-        self.calls[:] = []
+        calls = self.calls
+        self.calls = []
         return calls
 
 
@@ -84,10 +84,7 @@ def carried_out_here(monkeypatch):
                 save_config(config, folder)
             folder.mkdir(parents=True, exist_ok=True)
             append_event(folder, {"event": "start", "step": 1})
-            append_event(
-                folder,
-                {"event": "diverged", "step": 1, "reason": "loss must be finite, got nan"},
-            )
+            append_event(folder, {"event": "diverged", "step": 1, "reason": "loss must be finite"})
             raise RunFailedError("it must succeed", DivergedError.exit_code, "train diverged")
         if is_cut and command[0] == "evaluate":
             raise Interrupted("the same command continues")
@@ -100,19 +97,16 @@ def carried_out_here(monkeypatch):
         assert code == 0
 
     def networks(runs, weights, inference):
-        return [Answers(run, weights, inference) for run in runs]
-
-    def noted(runs, weights, inference):
         told.loaded += [(run.name, weights) for run in runs]
-        return networks(runs, weights, inference)
+        return [Answers(run, weights, inference) for run in runs]
 
     monkeypatch.setattr(fit, "Learner", lambda config, exchange: NumpyLearner(config))
     save_after_each_step(monkeypatch)
     monkeypatch.setattr(runner, "call", call)
     for module in (folds, variants):
         monkeypatch.setattr(module, "read_host", lambda: HOST)
-    monkeypatch.setattr(evaluate, "trained_predictors", noted)
-    monkeypatch.setattr(run_rules, "trained_predictors", networks)
+    for module in (evaluate, run_rules):
+        monkeypatch.setattr(module, "trained_predictors", networks)
     return told
 
 

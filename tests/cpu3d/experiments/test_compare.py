@@ -44,13 +44,13 @@ def out(tmp_path):
 @pytest.fixture
 def chosen(phantom_store, out):
     """Options of a comparison of whole volumes and patches."""
-    return ["--store", phantom_store.folder, "--out", out, *SMALL, *VARIANTS]
+    budget = ["--epochs", 2, "--seeds", 0, 1]
+    return ["--store", phantom_store.folder, "--out", out, *SMALL, *VARIANTS, *budget]
 
 
 def test_a_comparison_is_carried_out_continued_and_recorded(
     without_pictures, commands, chosen, out, tmp_path
 ):
-    chosen = [*chosen, "--epochs", 2, "--seeds", 0, 1]
     record = tmp_path / "records" / "compare.jsonl"
     commands.cut_at = 6
     with pytest.raises(KeyboardInterrupt):
@@ -75,7 +75,6 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
 
 def test_a_run_that_diverges_is_left_out_and_named(without_pictures, commands, chosen, out, capsys):
     commands.diverges = "patch-seed0"
-    chosen = [*chosen, "--epochs", 2, "--seeds", 0, 1]
     for again in (False, True):
         assert compare(*chosen) == 1
         seen = [*done("whole-seed0"), "train patch-seed0", *done("whole-seed1", "patch-seed1")]
@@ -106,25 +105,24 @@ def test_a_dry_run_writes_nothing_and_a_damaged_case_is_named_before_anything_is
 
 
 def test_another_comparison_or_a_damaged_plan_is_refused(commands, chosen, without_pictures, out):
-    chosen = [*chosen, "--seeds", 0]
     out.mkdir()
     (out / "notes.txt").write_text("{}")
     with pytest.raises(InputError, match=r"must be empty or hold a compare.json, got notes.txt"):
         compare(*chosen)
     (out / "notes.txt").unlink()
-    assert compare(*chosen, "--epochs", 2) == 0
+    assert compare(*chosen) == 0
     commands.seen()
     with pytest.raises(InputError, match=r"begun with these options, got another variants.*budget"):
         compare(*chosen, "--epochs", 3, "--norm", "batch")
     path = out / "compare.json"
     path.write_text(re.sub('"steps": [0-9]+', '"steps": "4"', path.read_text()))
     with pytest.raises(InputError, match=r"plan\[0\].steps must be"):
-        compare(*chosen, "--epochs", 2)
+        compare(*chosen)
     assert commands.seen() == []
 
 
 def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
-    assert compare(*chosen, "--epochs", 2, "--seeds", 0, 1) == 0
+    assert compare(*chosen) == 0
     assert "Differences to whole" in capsys.readouterr().out
     content = results(out)
     assert (content["baseline"], list(content["variants"])) == ("whole", ["whole", "patch"])
@@ -136,7 +134,7 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     events = read_events(out / "runs" / "patch-seed1")
     steps = sum(event["event"] == "step" for event in events)
     assert (costs["steps"], costs["voxels"]) == (steps, steps * 16**3)
-    page = re.sub(r">\s+<", "><", (out / "report.html").read_text(encoding="utf-8"))
+    page = re.sub(r">\s+<", "><", (out / "report.html").read_text())
     assert "<td>mode</td><td>whole</td><td>patch</td>" in page
     for title in ("every case, mean", "over voxels", "over seconds"):
         assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', page), title

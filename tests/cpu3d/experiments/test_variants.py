@@ -6,21 +6,14 @@ import pytest
 
 from cpu3d.data.fold import with_fold
 from cpu3d.errors import InputError
-from cpu3d.experiments.variants import (
-    Budget,
-    parse_variant,
-    planned_variants,
-)
+from cpu3d.experiments.variants import Budget, parse_variant, planned_variants
 from tests.cpu3d.runs import decided, written_weights
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
 
-AN_EPOCH = Budget("epochs", 1)
-
-
-def courses(store, variants, budget=AN_EPOCH, validations=1, folds=("",)):
-    planned = planned_variants(variants, store, folds, budget, validations)
+def courses(store, variants, amount=1, validations=1, folds=("",), kind="epochs"):
+    planned = planned_variants(variants, store, folds, Budget(kind, amount), validations)
     return {variant.name: variant for variant in planned}
 
 
@@ -55,7 +48,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
         "small": {**SMALL, "mode": "patch", "patch": [16, 16, 8]},
         "two": {**SMALL, "mode": "patch", "patch": [16, 16, 16], "batch": 2},
     }
-    planned = courses(phantom_store, variants, Budget("epochs", 7), 3)
+    planned = courses(phantom_store, variants, 7, 3)
     voxels = {}
     for name, variant in planned.items():
         config = decided(phantom_store, tmp_path, **variant.settings)
@@ -64,13 +57,13 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
         voxels[name] = variant.steps * sample
         assert abs(voxels[name] - voxels["whole"]) <= sample
     assert planned["whole"].steps == 7 * 4
-    halved = courses(phantom_store, {"a": {**SMALL, "curriculum": "half"}}, Budget("epochs", 7))
+    halved = courses(phantom_store, {"a": {**SMALL, "curriculum": "half"}}, 7)
     assert halved["a"].steps == 7 * 4
-    few = courses(phantom_store, {"whole": SMALL, "small": variants["small"]}, AN_EPOCH, 9)
+    few = courses(phantom_store, {"whole": SMALL, "small": variants["small"]}, validations=9)
     assert few["whole"].steps < 9 < few["small"].steps
     for variant in few.values():  # as many as the shortest can have
         assert variant.settings["validations"] == few["whole"].steps
-    (timed,) = courses(phantom_store, {"whole": SMALL}, Budget("minutes", 3)).values()
+    (timed,) = courses(phantom_store, {"whole": SMALL}, 3, kind="minutes").values()
     assert (timed.steps, timed.settings["budget_minutes"]) == (None, 3)
 
 
@@ -90,11 +83,8 @@ def test_a_variant_whose_first_weights_have_seen_a_held_out_patient_is_refused(
     phantom_store, tmp_path, folds
 ):
     (held_out,) = phantom_store.manifest.split["val"]
-    fold = next(
-        fold
-        for fold in ("1/2", "2/2")
-        if held_out in with_fold(phantom_store, fold).manifest.split["train"]
-    )
+    first = with_fold(phantom_store, "1/2").manifest.split["train"]
+    fold = "1/2" if held_out in first else "2/2"
     network = {"filters": 4, "depth": 3}
     trained = decided(phantom_store, tmp_path / "none", fold=fold, **network)
     source = written_weights(trained, tmp_path / "source")
