@@ -47,11 +47,8 @@ def store_facts(store: Store) -> StoreFacts:
     if not manifest.split["train"]:
         rule = f"split train of {store.folder} must hold cases"
         raise InputError(f"{rule}, got none; prepare with another --split")
-    spacings = []
-    placed = set()
-    for record in store.cases("train"):
-        spacings.append(record.spacing_mm)
-        placed.add(is_placed(record.geometry))
+    records = store.cases("train")
+    placed = {is_placed(record.geometry) for record in records}
     return StoreFacts(
         store=str(store.folder.resolve()),
         store_channels=manifest.channels,
@@ -59,7 +56,7 @@ def store_facts(store: Store) -> StoreFacts:
         region_codes=manifest.regions,
         paint=manifest.paint,
         split_hash=manifest.split_hash,
-        spacing_mm=common_spacing(spacings),
+        spacing_mm=common_spacing([record.spacing_mm for record in records]),
         target_spacing_mm=manifest.target_spacing_mm,
         oriented=placed.pop() if len(placed) == 1 else None,
         normalisation=manifest.normalisation,

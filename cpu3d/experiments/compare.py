@@ -34,7 +34,6 @@ from cpu3d.experiments.runner import PlannedRun, carry_out
 from cpu3d.experiments.variants import (
     COLUMNS,
     DECIDED,
-    Budget,
     Json,
     VariantPlan,
     parse_variant,
@@ -113,8 +112,8 @@ def run(options: Options, settings: Json) -> int:
         todo = "give --folds, or prepare with another --split"
         raise InputError(f"--store must hold test cases, got none; {todo}")
     store.check(record for split in store.manifest.split for record in store.cases(split))
-    saved, budget = _saved_comparison(options, settings, store)
-    new_console().print(_plan_table(saved.plan, options, budget))
+    saved = _saved_comparison(options, settings, store)
+    new_console().print(_plan_table(saved, options))
     if options.dry_run:
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
@@ -145,7 +144,7 @@ def run(options: Options, settings: Json) -> int:
             answers.append(read_answer(variant.name, seed, place, saved.split))
         left_out = {name: error.why for name, error in failed.items()}
         comparison = Comparison.of(answers, saved.plan[0].name, left_out)
-        about = _about(saved, options, budget, store.manifest)
+        about = _about(saved, options, store.manifest)
         publish(comparison, about, store, out, options.record)
     return 1 if failed else 0
 
@@ -165,10 +164,8 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
         yield f"--epochs and --minutes must be one budget, {got}; leave one out"
 
 
-def _saved_comparison(
-    options: Options, settings: Json, store: Store
-) -> Tuple[SavedComparison, str]:
-    """The comparison as it is begun, or was begun in the folder --out, and its budget in words.
+def _saved_comparison(options: Options, settings: Json, store: Store) -> SavedComparison:
+    """The comparison as it is begun, or was begun in the folder --out.
 
     Raises InputError for settings that compare itself decides, for a compare.json that is damaged,
     and for a folder of other files or of another comparison."""
@@ -178,16 +175,16 @@ def _saved_comparison(
     folds = options.names_of_folds
     baseline = next(iter(variants))
     epochs = settings.get("epochs", recipe_settings(variants[baseline]).epochs)
-    budget = Budget("epochs", epochs)
+    budget = f"the voxels of {epochs:,} epochs of {baseline}"
     if options.minutes:
-        budget = Budget("minutes", options.minutes)
+        budget = f"{options.minutes:,g} minutes of steps"
     validations = settings.get("validations", VALIDATIONS)
     asked = {
         "variants": variants,
         "split_hash": store.manifest.split_hash,
         "folds": options.folds,
         "validations": validations,
-        "budget": dataclasses.asdict(budget),
+        "budget": budget,
     }
     asked = json.loads(json.dumps(asked))  # as it is saved, without tuples
     path = options.out / COMPARISON
@@ -202,14 +199,14 @@ def _saved_comparison(
         if differing:
             rule = f"--out {options.out} must be a comparison that was begun with these options"
             raise InputError(f"{rule}, got another {listed(differing)}; choose another --out")
-        return saved, budget.words(baseline)
+        return saved
     if options.out.is_dir() and not is_untouched(options.out, COMPARISON):
         got = f"{min(path.name for path in options.out.iterdir())} in it"
         rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
         raise InputError(f"{rule}, got {got}; choose another")
-    plan = planned_variants(variants, store, folds, budget, validations, force=options.force)
-    split = SPLIT if options.folds else UNTOUCHED
-    return SavedComparison(asked, plan, "", split, {}), budget.words(baseline)
+    length = {"epochs": epochs, "minutes": options.minutes}
+    plan = planned_variants(variants, store, folds, validations, **length, force=options.force)
+    return SavedComparison(asked, plan, "", SPLIT if options.folds else UNTOUCHED, {})
 
 
 def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) -> List[PlannedRun]:
@@ -232,14 +229,14 @@ def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) 
     return runs
 
 
-def _about(saved: SavedComparison, options: Options, budget: str, manifest: Manifest) -> Json:
+def _about(saved: SavedComparison, options: Options, manifest: Manifest) -> Json:
     """What results.json and a record tell of a comparison beside its results."""
     variants = {variant.name: shlex.join(as_options(variant.settings)) for variant in saved.plan}
     split = {name: len(ids) for name, ids in manifest.split.items()}
     return {
         "title": f"{' against '.join(variants)}: {manifest.name}",
         "data": {"name": manifest.name, "split": split, "shape": manifest.largest_shape},
-        "budget": budget,
+        "budget": saved.asked["budget"],
         "seeds": list(options.seeds),
         "folds": options.folds,
         "evaluation": {"split": saved.split, "tolerance_mm": TOLERANCE_MM},
@@ -247,8 +244,9 @@ def _about(saved: SavedComparison, options: Options, budget: str, manifest: Mani
     }
 
 
-def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table:
+def _plan_table(saved: SavedComparison, options: Options) -> Table:
     """The planned runs, a row a variant."""
+    plan = saved.plan
     seconds = [variant.run_s for variant in plan]
     total = "unknown"
     if None not in seconds:
@@ -260,6 +258,6 @@ def _plan_table(plan: List[VariantPlan], options: Options, budget: str) -> Table
     return Table(
         COLUMNS,
         [tuple(variant.row) for variant in plan],
-        title=f"{each}, each for {budget}",
+        title=f"{each}, each for {saved.asked['budget']}",
         caption=f"predicted: {total} of steps, without validation and scoring",
     )

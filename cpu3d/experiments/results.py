@@ -179,6 +179,10 @@ class Comparison:
                 rows.append([case_scores[case] for case in self.first.cases])
         return np.array(rows)
 
+    def dice(self, region: str) -> Dict[str, np.ndarray]:
+        """Variant -> Dice of every case, the mean over its seeds."""
+        return {name: self.values(name, region, "dice").mean(0) for name in self.answers}
+
     def to_json(self) -> Json:
         """The scores, differences and costs, as in results.json and the records."""
         variants = {}
@@ -282,16 +286,14 @@ def publish(
 def _cases(comparison: Comparison, store: Store) -> Element:
     """The best, median and worst case by the mean over all variants, with the prediction of each
     one's first seed."""
-    region = comparison.first.regions[-1]  # the mean over the regions, or the only one
-    variants = comparison.answers
-    dice = {name: comparison.values(name, region, "dice").mean(0) for name in variants}
+    dice = comparison.dice(comparison.first.regions[-1])  # the mean over them, or the only one
     means = np.mean(list(dice.values()), axis=0)
     scores = {}
     for case in np.argsort(-means, kind="stable"):
         each = [f"{name} {values[case]:.3f}" for name, values in dice.items()]
         scores[comparison.first.cases[case]] = f"mean Dice: {', '.join(each)}"
     predictions = {}
-    for name, (answer, *_) in variants.items():
+    for name, (answer, *_) in comparison.answers.items():
         path = scores_path(answer.folder, answer.split)
         predictions[f"{name}, seed {answer.seed}"] = path.parent / PREDICTIONS
     regions = comparison.first.scores["regions"]
@@ -302,11 +304,9 @@ def _strips(comparison: Comparison) -> Figures:
     """Dice of every case by variant, the mean over its seeds; a picture for each region."""
     figures = []
     for region in comparison.first.regions:
-        columns = {}
-        for name in comparison.answers:
-            columns[name] = comparison.values(name, region, "dice").mean(0).tolist()
         title = f"Dice of every case, {region}"
-        figures.append((title, strips(columns, title=title, y_label="Dice", y_range=(-0.02, 1.02))))
+        drawn = strips(comparison.dice(region), title=title, y_label="Dice", y_range=(-0.02, 1.02))
+        figures.append((title, drawn))
     return figures
 
 

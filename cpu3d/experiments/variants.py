@@ -1,7 +1,7 @@
 """Variants of a comparison: ways to train, and the one budget that all their runs have.
 
     variants = {"whole": parse_variant("whole", "--mode whole", common)}
-    planned = planned_variants(variants, store, "1/5", budget, validations)
+    planned = planned_variants(variants, store, ["1/5"], validations, epochs=25)
 
 Variants differ in what the network sees, not in the network: they have the levels and strides of
 the first one, unless they choose others. What a plan decides for this host is decided once, so that
@@ -35,20 +35,6 @@ LEAST_STEP_S = 1e-3
 # Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
 # many.
 FEW = 8
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The budget of every run."""
-
-    kind: str  # "epochs": the voxels of so many of the first variant; "minutes" of steps
-    amount: float
-
-    def words(self, baseline: str) -> str:
-        """Return it for people, such as "the voxels of 25 epochs of whole"."""
-        if self.kind == "epochs":
-            return f"the voxels of {self.amount:,g} epochs of {baseline}"
-        return f"{self.amount:,g} minutes of steps"
 
 
 COLUMNS = ("variant", "sees", "batch", "steps", "voxels", "policy", "a step", "a run", "memory")
@@ -91,13 +77,15 @@ def planned_variants(
     variants: Mapping[str, Json],
     store: Store,
     folds: Sequence[str],
-    budget: Budget,
     validations: int,
     *,
+    epochs: float,
+    minutes: Optional[float] = None,
     force: bool = False,
 ) -> List[VariantPlan]:
     """The plan of every variant's runs, the first of which is the baseline; `folds` are those
-    that are trained, or [""], and `force` is that of `make_plan`.
+    that are trained, or [""], and `force` is that of `make_plan`. The budget of every run is
+    `minutes` of steps, or the voxels of so many `epochs` of the baseline.
 
     All have the same number of validations, from which the best weights are chosen: `validations`,
     or as many as the variant with the fewest steps has steps. Raises InputError with the problems
@@ -134,15 +122,17 @@ def planned_variants(
             network = {name: settings[name] for name in NETWORK if name in settings}
         resolved[name] = (settings, plan)
     raise_if_any(problems)
-    steps = _steps(budget, [plan for _, plan in resolved.values()])
+    steps: List[Optional[int]] = [None] * len(resolved)
+    if not minutes:
+        steps = _steps(epochs, [plan for _, plan in resolved.values()])
     validations = min([validations, *filter(None, steps)])
     planned = []
     for (name, (settings, plan)), own_steps in zip(resolved.items(), steps):
         settings["validations"] = validations
-        if own_steps is None:
+        if minutes:
             shortest_s = LEAST_STEP_S * plan.steps_per_epoch
-            settings["epochs"] = math.ceil(60 * budget.amount / shortest_s)
-            settings["budget_minutes"] = budget.amount
+            settings["epochs"] = math.ceil(60 * minutes / shortest_s)
+            settings["budget_minutes"] = minutes
         else:
             settings["steps"] = own_steps
         planned.append(_variant_plan(name, settings, plan, own_steps))
@@ -185,13 +175,11 @@ def _voxels(config: RunConfig, steps: int) -> int:
     return round(config.batch * math.prod(config.grid) * full_steps)
 
 
-def _steps(budget: Budget, plans: Sequence[Plan]) -> List[Optional[int]]:
-    """The steps of each variant, 1 or more, whose voxels are nearest to the budget; None if minutes
-    decide them."""
-    if budget.kind == "minutes":
-        return [None] * len(plans)
+def _steps(epochs: float, plans: Sequence[Plan]) -> List[Optional[int]]:
+    """The steps of each variant, 1 or more, whose voxels are nearest to those of so many epochs of
+    the first."""
     first = plans[0]  # of patches an epoch has as many as make up the volumes
-    voxels = _voxels(first.config, round(budget.amount * first.steps_per_epoch))
+    voxels = _voxels(first.config, round(epochs * first.steps_per_epoch))
     steps: List[Optional[int]] = []
     for plan in plans:
         config = plan.config

@@ -127,7 +127,12 @@ def results_tables(files: FoldsFiles) -> List[Table]:
 
 def folds_table(files: FoldsFiles) -> Table:
     """A row for each fold: what its training took, and its scores."""
-    return runs_table(files.names, files.runs, _dice(files.answers))
+    dice: Dict[str, List[float]] = {}
+    if files.answers:
+        of_case = {case["case_id"]: case["mean_dice"] for case in files.answers.scores["cases"]}
+        for fold, ids in files.held_out.items():
+            dice[fold] = [of_case[case_id] for case_id in ids]
+    return runs_table(files.names, files.runs, dice)
 
 
 # --- Private helpers ---
@@ -145,14 +150,6 @@ def _missing(files: FoldsFiles) -> List[str]:
     return notes
 
 
-def _dice(answers: Optional[OutOfFold]) -> Dict[str, List[float]]:
-    """Fold -> the mean Dice of each case that it held out."""
-    if answers is None:
-        return {}
-    dice = {case["case_id"]: case["mean_dice"] for case in answers.scores["cases"]}
-    return {fold: [dice[case_id] for case_id in ids] for fold, ids in answers.held_out.items()}
-
-
 def _scores_table(answers: OutOfFold) -> Table:
     cases = count(answers.scores["cases"], "case")
     title = f"{cases} of {answers.scores['name']}, out of fold, without post-processing"
@@ -168,14 +165,13 @@ def _postprocessing_tables(files: FoldsFiles) -> List[Table]:
     rows = []
     for region in next(iter(before.values())):
         each = ([regions[region] for regions in scores.values()] for scores in (before, after))
-        removed, *cells = changed_by_rules(chosen, region, *each)
-        rows.append((region, *cells, removed))
+        rows.append((region, *changed_by_rules(chosen, region, *each)))
     table = Table(
-        ("region", *CHANGED_LABELS, "parts removed by the folds together"),
+        ("region", "parts removed by the folds together", *CHANGED_LABELS),
         rows,
         title="Post-processing, each case by rules that the other folds decided",
         caption=f"Means over {count(before, 'case')}, before \u2192 after. "
-        "The rules of the folds together, in the last column, are decided on all cases.",
-        names=1,
+        "The rules of the folds together, in the second column, are decided on all cases.",
+        names=2,
     )
     return [table]

@@ -30,7 +30,7 @@ from cpu3d.run.heartbeat import (
     read_heartbeats,
 )
 from cpu3d.run.log import FINISHED, read_events
-from cpu3d.run.summary import RECENT, History, finite
+from cpu3d.run.summary import RECENT, History, finite, numbers
 from cpu3d.settings import RunConfig
 from memory_estimator.common.units import format_seconds
 
@@ -105,7 +105,7 @@ def run_status(run: Path, *, is_fold: bool = False) -> RunStatus:
     if undecided and beat and beat.reason not in ("", FINISHED):
         detail += f": {beat.reason}"  # why the chief, at a good end, could not decide
     recent = history.steps.events[-RECENT:]
-    losses = [event["loss"] for event in recent if "loss" in event]
+    losses = numbers(recent, "loss")
     dice = {region: finite(each[-RECENT:]) for region, each in history.steps.dice.items()}
     return RunStatus(
         folder=str(run),

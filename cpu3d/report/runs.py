@@ -167,10 +167,10 @@ def facts(runs: Mapping[str, RunFiles]) -> List[Tuple[str, str]]:
             runs_with.setdefault(fact, {}).setdefault(value, []).append(name)
     rows = []
     for fact, by_value in runs_with.items():
-        words = "; ".join(by_value)
-        if len(by_value) > 1:
-            words = "; ".join(f"{value} ({listed(by_value[value])})" for value in by_value)
-        rows.append((fact, words))
+        values = list(by_value)
+        if len(values) > 1:
+            values = [f"{value} ({listed(names)})" for value, names in by_value.items()]
+        rows.append((fact, "; ".join(values)))
     return rows
 
 
@@ -316,9 +316,9 @@ def _curves_of(history: History) -> Iterator[Tuple[str, str, Any, Any, bool]]:
 def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, str]]:
     """Name and value of what distinguishes a run, by its settings and what its last start has
     logged; "-" stands for what is logged alone, in a run that was not started."""
-    batch_name = "volumes a step"
-    if config.is_patch:
-        batch_name = "patches a step"
+    network = network_words(config.unet)
+    if "parameters" in start:
+        network += f", {start['parameters']:,} weights"
     batch = f"{config.batch}, {start.get('micro_batch', config.micro)} at a time"
     if start.get("workers", 1) > 1:
         batch += f", of {start['workers']} workers"
@@ -326,32 +326,24 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
     if config.coarse_steps:
         coarse = f"the first {config.coarse_steps:,}, on {by(config.coarse_grid, ' x ')}"
         coarse += f": {axes_text(config.unet.stride(0))} halved"
-    return [
-        ("network", _network(config, start)),
+    rows = [
+        ("network", network),
         ("a step sees", _seen(config)),
         ("coarse steps", coarse),
-        (batch_name, batch),
+        ("patches a step" if config.is_patch else "volumes a step", batch),
         ("optimizer", f"{config.optimizer}, rate {config.peak_rate:g} at its peak, cosine decay"),
         ("split", f"hash {config.split_hash}"),
-        ("computed in", str(start.get("precision", NOT_KNOWN))),
-        ("memory policy", str(start.get("policy", NOT_KNOWN))),
-        ("engine", str(start.get("engine", NOT_KNOWN))),
         ("device", str(start.get("device", config.device))),
     ]
-
-
-def _network(config: RunConfig, start: Mapping[str, Any]) -> str:
-    words = network_words(config.unet)
-    if "parameters" in start:
-        words += f", {start['parameters']:,} weights"
-    return words
+    logged = (("computed in", "precision"), ("memory policy", "policy"), ("engine", "engine"))
+    for name, key in logged:
+        rows.append((name, str(start.get(key, NOT_KNOWN))))
+    return rows
 
 
 def _seen(config: RunConfig) -> str:
     """The grid of a step, and the size of its voxels."""
-    kind = "a whole volume"
-    if config.is_patch:
-        kind = "a patch"
+    kind = "a patch" if config.is_patch else "a whole volume"
     words = f"{kind} of {by(config.grid, ' x ')} voxels"
     spacing_mm = config.target_spacing_mm or config.spacing_mm
     if spacing_mm:

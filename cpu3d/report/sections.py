@@ -133,7 +133,7 @@ def changed_by_rules(
 def is_filled(element: Element) -> bool:
     """Whether an element has anything to show."""
     if isinstance(element, Folded):
-        return bool(element.table.rows)
+        element = element.table
     if isinstance(element, Table):
         return bool(element.rows)
     if isinstance(element, dict):

@@ -253,14 +253,12 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     if beat is None:
         return (str(worker.rank), state, *["-"] * 5)
     phase = f"{beat.phase}, {format_seconds(round(max(0.0, beat.beat - beat.phase_since)))}"
-    now_bytes = beat.own_bytes
-    free_bytes = beat.free_bytes
     if beat.exit_code is not None:
         phase = f"ended, code {beat.exit_code}"
+    sizes = [beat.own_bytes, beat.peak_bytes, beat.bound_bytes, beat.free_bytes]
     if worker.state not in ALIVE:  # it holds no memory, as far as is known
-        now_bytes = None
-        free_bytes = None
-    sizes = (now_bytes, beat.peak_bytes, beat.bound_bytes, free_bytes)
+        sizes[0] = None
+        sizes[3] = None
     return (str(worker.rank), state, phase, *map(_short, sizes))
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from cpu3d.data.fold import with_fold
 from cpu3d.errors import InputError
-from cpu3d.experiments.variants import Budget, parse_variant, planned_variants
+from cpu3d.experiments.variants import parse_variant, planned_variants
 from tests.cpu3d.runs import decided, written_weights
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
 
-def courses(store, variants, amount=1, validations=1, folds=("",), kind="epochs"):
-    planned = planned_variants(variants, store, folds, Budget(kind, amount), validations)
+def courses(store, variants, epochs=1, validations=1, folds=("",), minutes=None):
+    planned = planned_variants(variants, store, folds, validations, epochs=epochs, minutes=minutes)
     return {variant.name: variant for variant in planned}
 
 
@@ -63,7 +63,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
     assert few["whole"].steps < 9 < few["small"].steps
     for variant in few.values():  # as many as the shortest can have
         assert variant.settings["validations"] == few["whole"].steps
-    (timed,) = courses(phantom_store, {"whole": SMALL}, 3, kind="minutes").values()
+    (timed,) = courses(phantom_store, {"whole": SMALL}, minutes=3).values()
     assert (timed.steps, timed.settings["budget_minutes"]) == (None, 3)
 
 
