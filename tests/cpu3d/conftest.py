@@ -214,7 +214,6 @@ def tiny_run(tmp_path, tiny_store):
     lines = [start]
     step_event = {
         "event": "step",
-        "epoch": 0,
         "dice": {"WT": 0.9, "TC": 0.5, "ET": 0.2},
         "learning_rate": 1e-3,
         "step_s": 2.0,
@@ -223,19 +222,16 @@ def tiny_run(tmp_path, tiny_store):
     }
     validation = {
         "event": "validation",
-        "epoch": 0,
         "loss": 0.3,
-        "best": True,
-        "cases": 1,
         "dice": {"WT": 0.8, "TC": 0.7, "ET": 0.6},
         "mean_dice": 0.7,
         "seconds": 3.0,
     }
     for step in range(1, 41):
-        lines.append({**step_event, "step": step, "case_id": "abc"[step % 3], "loss": 1 / step})
+        lines.append({**step_event, "step": step, "loss": 1 / step})
         if step % 20 == 0:
             lines.append({**validation, "step": step})
-            lines.append({"event": "checkpoint", "step": step, "seconds": 1.0, "bytes": 1000})
+            lines.append({"event": "checkpoint", "step": step, "seconds": 1.0})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "log.jsonl").write_text(text + '{"event": "step", "step": 41, "lo', encoding="utf-8")
     return folder

@@ -173,9 +173,9 @@ def shown_cases(page):
     return json.loads(content.group(1))
 
 
-def decided(store, folder, *, gpus=(), host=None, workers=1, **settings):
+def decided(store, folder, **settings):
     """The settings of a run on `store`, all of them."""
-    return make_plan(store, folder, host or HOST, settings, gpus=gpus, workers=workers).config
+    return make_plan(store, folder, HOST, settings).config
 
 
 def start(store, folder, *, learner=shared_learner, **settings):

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.bench import harness
-from cpu3d.bench.step_costs import measure, request_for
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
@@ -66,7 +64,7 @@ def test_a_plan_is_saved_with_all_that_was_decided(planned, tmp_path):
     plan = planned(batch=2, steps=0, epochs=3)
     save_plan(plan, tmp_path)
     content = json.loads((tmp_path / "plan.json").read_text())
-    assert (content["steps_per_epoch"], content["steps"], content["continues"]) == (2, 6, False)
+    assert (content["steps_per_epoch"], content["steps"]) == (2, 6)
     full = plan.forecast.full
     assert content["predicted"]["upper_bound_bytes"] == full.upper_bound_bytes
     threads = full.job.threads
@@ -271,7 +269,6 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(planned, priced):
             "^--micro-batch must divide the 2 volumes of a worker, got 4",
         ),
         ({**PATCH, "patch": [16, 18, 16]}, "^--patch 16 18 16 must .* 4, .*; give 16 20 16$"),
-        ({"mode": "patch", "device": "gpu:0"}, "^--device must be a GPU .*, got gpu:0"),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(planned, settings, message):
@@ -297,10 +294,8 @@ THICK = (1.0, 1.0, 5.0)
 def test_strides_follow_from_the_voxels_unless_they_are_chosen(
     phantom_store, planned, spacing_mm, settings, strides
 ):
-    plan = planned(store=of_voxels(phantom_store, *spacing_mm), **settings)
-    assert plan.config.unet.strides == strides
-    is_open = settings.get("strides", "auto") == "auto"
-    assert ("strides" in plan.reasons) == is_open
+    config = planned(store=of_voxels(phantom_store, *spacing_mm), **settings).config
+    assert config.unet.strides == strides
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "patch", "patch": (20, 24, 16)}])
@@ -365,19 +360,6 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     of_shape = estimated("--shape", *box, "--spacing", *THICK, "--depth", depth)
     assert of_shape["strides"] == of_store["strides"]
     assert of_shape["job"]["shape"] == list(plan.config.grid)
-
-
-@pytest.mark.slow  # a process of its own
-@pytest.mark.parametrize(("policy", "step"), [("lean", "full"), ("speed", "coarse")])
-def test_the_memory_of_thick_slices_is_what_is_predicted(phantom_store, plan_with, policy, step):
-    store = of_voxels(phantom_store, *THICK)
-    settings = {"policy": policy, "filters": 16, "depth": 4, "dtype": "float32"}
-    plan = plan_with(store=store, curriculum="half", **settings)
-    assert plan.config.unet.divisors[2] < plan.config.unet.divisors[1]
-    job = dataclasses.replace(getattr(plan.forecast, step).job, from_store=False)
-    measured = harness.in_fresh_process(measure, request_for(job, steps=1))
-    predicted = estimate(job, plan.forecast.full.constants).allocator_peak_bytes
-    assert measured["allocator_peak_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
 # --- The curriculum ---

@@ -1,7 +1,6 @@
 """Runs of experiments without a network, in this process."""
 
 import dataclasses
-import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +32,17 @@ class Answers(FakePredictor):
 
     def __init__(self, run, weights, inference):
         config = load_config(run)
-        super().__init__(Path(config.store), config.codes_by_region, config.label_names)
-        self.channels = self.inputs = config.store_channels
-        self.inference = inference
-        if config.is_patch:
-            self.window = list(config.grid)
-        self.weights_sha256 = file_sha256(weights_file(run, weights))
-        self.shift = int(config.fold[0]) - 1 if config.fold else int(config.is_patch)
+        super().__init__(
+            Path(config.store),
+            config.codes_by_region,
+            config.label_names,
+            channels=config.store_channels,
+            inputs=config.store_channels,
+            shift=int(config.fold[0]) - 1 if config.fold else int(config.is_patch),
+            inference=inference,
+            window=list(config.grid) if config.is_patch else None,
+            weights_sha256=file_sha256(weights_file(run, weights)),
+        )
 
     def probabilities(self, image, record, channels=()):
         truth = np.asarray(open_store(self.store).label(record.case_id))
@@ -71,7 +74,7 @@ def carried_out_here(monkeypatch):
     step = NumpyLearner.step
 
     def interrupted(self, *arguments):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return step(self, *arguments)
 
     def call(command, log, label, *, run=None, steps=0):

@@ -73,7 +73,7 @@ def test_a_signal_is_passed_on_once_and_waited_for(program, tmp_path, monkeypatc
         end = time.monotonic() + 60
         while not (tmp_path / "waits").exists() and time.monotonic() < end:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):

@@ -27,14 +27,7 @@ from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.training.beats import beat
 
-STEP = {
-    "event": "step",
-    "epoch": 0,
-    "dice": {"WT": 0.5, "TC": 0.25},
-    "step_s": 2.0,
-    "wait_s": 0.1,
-    "rss_bytes": 10**9,
-}
+STEP = {"event": "step", "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0}
 
 
 @pytest.fixture
@@ -43,12 +36,12 @@ def run(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     save_config(RunConfig(steps=4000), folder)
-    events = [{"event": "start", "step": 0, "time": "2026-11-20T10:39:38+00:00"}]
+    events = [{"event": "start", "step": 0}]
     events += [{**STEP, "step": step, "loss": step / 100} for step in range(1, 121)]
-    scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8, "best": True, "cases": 2}
+    scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8}
     events[101:101] = [
-        {"event": "validation", "step": 100, "loss": 0.3, "seconds": 120.0, **scores},
-        {"event": "checkpoint", "step": 100, "seconds": 120.0, "bytes": 5},
+        {"event": "validation", "step": 100, "seconds": 120.0, **scores},
+        {"event": "checkpoint", "step": 100, "seconds": 120.0},
     ]
     for event in events:
         append_event(folder, event)
@@ -142,7 +135,7 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     write_silent(run, 1, workers=3)
     write_heartbeat(run, beat(rank=2, workers=3))
     status = run_status(run)
-    assert (status.state, status.is_fine) == ("silent", False)
+    assert status.state == "silent"
     assert [worker.state for worker in status.workers] == ["broken off", "silent", "running"]
     assert "why: worker 1: no heartbeat" in printed(run)
     write_heartbeat(run, beat(workers=1, started=time.time() - 100))
@@ -189,28 +182,22 @@ FAILED = {"exit_code": 0, "reason": "post-processing could not be decided, disk 
 
 
 @pytest.mark.parametrize("stopped", [{}, {"exit_code": 130}, FAILED])
-@pytest.mark.parametrize("lack", ["decision", "weights"])
 def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_is_decided(
-    run, tiny_store, stopped, lack
+    run, tiny_store, stopped
 ):
     split_hash = tiny_store.manifest.split_hash
     save_config(RunConfig(steps=120, store=str(tiny_store.folder), split_hash=split_hash), run)
     append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    if stopped:
+        write_heartbeat(run, beat(step=120, steps=120, **stopped))
+    status = run_status(run)
+    assert (status.state, status.is_fine) == ("undecided", False)
+    assert ("disk full" in printed(run)) == (stopped == FAILED)
     weights = (file_sha256(weights_file(run, "best")),)
     off = PostProcessing(off="too few cases")
     decision = PostprocessingRules(off, {}, {}, {}, weights, split_hash, 0)
     write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
-    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "schedule": {"decided": 0}})
-    if stopped:
-        write_heartbeat(run, beat(step=120, steps=120, **stopped))
     assert run_status(run).state == "finished"
-    if lack == "decision":
-        (run / FILE).unlink()
-    else:
-        write_best(run, {}, {"best": 0.9})  # others than it was decided with
-    status = run_status(run)
-    assert (status.state, status.is_fine) == ("undecided", False)
-    assert ("disk full" in printed(run)) == (stopped == FAILED)
 
 
 def test_a_run_that_has_just_begun(run):
@@ -269,7 +256,7 @@ def test_the_reasons_of_the_plan_and_a_region_that_no_validation_case_has_are_pr
     reasons = {"policy": "policy lean: why"}
     write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
     scores = {"dice": {"WT": 0.9, "TC": 0.0}, "mean_dice": 0.9, "left_out_of_mean": ["TC"]}
-    append_event(run, {"event": "validation", "step": 120, "best": True, "cases": 2, **scores})
+    append_event(run, {"event": "validation", "step": 120, **scores})
     text = printed(run)
     assert "plan: policy lean: why" in text
     assert re.search(r"validation after step 120: .*TC 0.000 +\(no case has TC\), mean 0.900", text)

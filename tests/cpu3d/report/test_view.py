@@ -111,7 +111,7 @@ def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, shown, added, na
     case = shown("--image", path)
     (modality,) = case["modalities"]
     is_in_hu = not added
-    assert ("windows" in modality, modality["unit"] == "HU") == (is_in_hu, is_in_hu)
+    assert ("windows" in modality) == is_in_hu
     assert (case["shape"] != [40, 36, 30]) == is_in_hu  # without air around the body and the table
     if is_in_hu:
         values = np.array(modality["values"])
@@ -129,19 +129,16 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     assert CASE_ID not in text, "a name from outside is escaped"
     assert not re.search(r"https?://", text)
     (shown,) = shown_cases(out)
-    names = {
-        key: [part["name"] for part in shown[key]]
-        for key in ("modalities", "regions", "predictions")
-    }
-    assert names == {
-        "modalities": ["T1gd", "FLAIR"],
-        "regions": ["WT", "TC", "ET"],
-        "predictions": ["ours"],
-    }
+    names = [
+        [part["name"] for part in shown[key]] for key in ("modalities", "regions", "predictions")
+    ]
+    assert names == [["T1gd", "FLAIR"], ["WT", "TC", "ET"], ["ours"]]
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
 
 
-def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(tmp_path, shown):
+def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set_or_named_and_counted(
+    tmp_path, shown, capsys
+):
     """Every second slice is annotated; the others do not make the page's box larger."""
     image, truth, _ = made_case()
     truth[truth == 3] = 2
@@ -153,19 +150,14 @@ def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(tmp_path, s
     labels = {"0": "background", "2": "organ", "200": "void"}
     about = {"modality": {"0": "MRI"}, "labels": labels}
     (tmp_path / "data/dataset.json").write_text(json.dumps(about))
-    case = shown("--image", path, "--label", tmp_path / "truth.nii.gz")
-    assert (case["ignore"], case["labels"]["200"]) == (200, "void")
+    words = ("--image", path, "--label", tmp_path / "truth.nii.gz")
+    case = shown(*words)
+    assert (case["ignore"], case["ignored_share"], case["labels"]["200"]) == (200, 0.5, "void")
     assert [region["name"] for region in case["regions"]] == ["organ"]
     assert case["shape"] == [11, 14, 8]
-
-
-def test_a_code_to_be_ignored_may_be_named_and_is_counted(case, shown, capsys):
-    seen = shown("--image", case, "--ignore", 2)
-    assert seen["ignore"] == 2
-    assert all(2 not in region["codes"] for region in seen["regions"])
-    share = np.mean(made_case()[1] == 2)
-    assert f"{share:.1%} of the voxels, code 2" in capsys.readouterr().out
-    assert seen["ignored_share"] == pytest.approx(share)
+    assert "50.0% of the voxels, code 200" in capsys.readouterr().out
+    other = shown(*words, "--ignore", 2)
+    assert (other["ignore"], [region["codes"] for region in other["regions"]]) == (2, [[200]])
 
 
 def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_by_their_numbers(
@@ -301,16 +293,12 @@ class Page:
         ]
 
 
-@pytest.fixture(scope="module")
-def page_file(case):
-    answers = [case.parent / "ours.nii.gz", case.parent / "empty.nii.gz"]
-    assert view("--image", case, "--prediction", *answers, "--out", case.parent / "page.html") == 0
-    return case.parent / "page.html"
-
-
 @pytest.fixture
-def page(driver, page_file):
-    page = Page(driver, page_file)
+def page(driver, case):
+    answers = [case.parent / "ours.nii.gz", case.parent / "empty.nii.gz"]
+    out = case.parent / "page.html"
+    assert view("--image", case, "--prediction", *answers, "--out", out) == 0
+    page = Page(driver, out)
     yield page
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
