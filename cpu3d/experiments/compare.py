@@ -172,7 +172,6 @@ def _saved_comparison(options: Options, settings: Json, store: Store) -> SavedCo
     refuse_settings("compare", settings, DECIDED)
     common = without(settings, ("epochs", "validations"))
     variants = {name: parse_variant(name, words, common) for name, words in options.variant}
-    folds = options.names_of_folds
     baseline = next(iter(variants))
     epochs = settings.get("epochs", recipe_settings(variants[baseline]).epochs)
     budget = f"the voxels of {epochs:,} epochs of {baseline}"
@@ -205,7 +204,9 @@ def _saved_comparison(options: Options, settings: Json, store: Store) -> SavedCo
         rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
         raise InputError(f"{rule}, got {got}; choose another")
     length = {"epochs": epochs, "minutes": options.minutes}
-    plan = planned_variants(variants, store, folds, validations, **length, force=options.force)
+    plan = planned_variants(
+        variants, store, options.names_of_folds, validations, **length, force=options.force
+    )
     return SavedComparison(asked, plan, "", SPLIT if options.folds else UNTOUCHED, {})
 
 

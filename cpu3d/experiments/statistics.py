@@ -78,8 +78,6 @@ def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
     seeds, cases = values.shape
     if values.size == 1:
         return None
-    if np.ptp(values) == 0:
-        return float(values.flat[0]), float(values.flat[0])  # exact, unlike sums of shares
     rng = np.random.default_rng(SEED)
     # A resample is known by how often each seed and case was drawn: its mean is a product of three
     # arrays.

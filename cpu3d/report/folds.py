@@ -64,7 +64,8 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
     returns its path. Raises InputError as `gather_folds`, and when the page cannot be written
     there."""
     files = gather_folds(folder)
-    out = out or files.folder / "report.html"
+    if out is None:
+        out = files.folder / "report.html"
     trained = [run.folder for run in files.runs.values() if checkpoints(run.folder)]
     test, note = current_scores(files.folder, trained, [UNTOUCHED])
     decided = _postprocessing_tables(files)

@@ -101,17 +101,16 @@ def strips(
     """One column per name: every value as a dot, and the quartiles as a box. PNG bytes."""
     figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
-    box_style = {"widths": 0.55, "showfliers": False, "medianprops": {"color": "#222222"}}
-    dot_style = {"alpha": 0.75, "markersize": 4.5, "markeredgewidth": 0}
-    for position, (name, column) in enumerate(values.items()):
+    median = {"color": "#222222"}
+    for position, column in enumerate(values.values()):
         y = np.asarray(column, float)
         colour = PALETTE[position % len(PALETTE)]
         x = np.full(y.size, float(position))
         if y.size > 1:
             # Golden-ratio offsets: dots stay apart and the picture is the same every time.
             x += 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5)
-        axes.plot(x, y, "o", color=colour, label=name, **dot_style)
-        axes.boxplot([y], positions=[position], **box_style)
+        axes.plot(x, y, "o", color=colour, alpha=0.75, markersize=4.5, markeredgewidth=0)
+        axes.boxplot([y], positions=[position], widths=0.55, showfliers=False, medianprops=median)
     axes.set_xticks(range(len(values)), list(values))
     axes.set_xlim(-0.6, max(len(values), 1) - 0.4)
     axes.set_ylabel(y_label)

@@ -11,7 +11,7 @@ during a training or before an evaluation, and names what is missing. Of the fol
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, Optional, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of, read_rules
@@ -88,7 +88,8 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
         alerts.append(f"Held-out cases are NOT untouched: {seen_words(record)}.")
     split = store.manifest.split if store else {}
     ids = [(name, ", ".join(own) or "none") for name, own in split.items()]
-    out = out or run_dir / "report.html"
+    if out is None:
+        out = run_dir / "report.html"
     write_page(
         out,
         title=f"Report of {run.folder.name}",
@@ -194,7 +195,7 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     in_percent = "{:.1%}".format
     process = most("run_process_peak_bytes")
     allocator = most("run_allocator_peak_bytes")
-    rows: Sequence[Tuple[str, Any, Any, str, Optional[float]]] = (
+    rows: Any = (  # name, value, how it is shown, what it is, prediction
         ("peak memory of the process", peak, format_bytes, "with mapped files", process),
         ("upper bound of the plan", peak if bound else None, format_bytes, "of the process", bound),
         (f"allocator on {device}", costs.allocator_peak_bytes, format_bytes, scratch, allocator),

@@ -75,12 +75,11 @@ def run(options: Options) -> int:
 def describe(status: RunStatus) -> Group:
     """The text to print: the run in a line, its workers in a table, then progress and what to
     do."""
-    left = ""
+    left = _left(status.seconds_left, is_alive=status.state in ALIVE)
     if status.steps_left and not status.is_fine:
         begin = status.steps - status.steps_left
-        left = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
-        if status.seconds_left is not None:
-            left += f", about {format_seconds(round(status.seconds_left))}"
+        steps = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
+        left = f"{steps}, {left}" if left else steps
     columns = ("worker", "state", "phase", "memory", "peak", "plan", "free")
     rows = [_cells(worker) for worker in status.workers]
     caption = "phase, and how long it lasts; M is MiB, G is GiB"
@@ -182,10 +181,7 @@ def describe_set(status: SetStatus) -> Group:
         dice = "-" if part.mean_dice is None else f"{part.mean_dice:.3f}"
         left = "-" if part.seconds_left is None else format_seconds(round(part.seconds_left))
         rows.append((part.name, part.state, f"{part.step:,}{of}", left, dice))
-    left = ""
-    if status.seconds_left is not None:
-        until = _until(status.seconds_left) if status.phase else ""
-        left = f"about {format_seconds(round(status.seconds_left))}{until}"
+    left = _left(status.seconds_left, is_alive=bool(status.phase))
     columns = ("run", "state", "step", "left", "mean Dice")
     caption = "mean Dice: of the cases that the run is scored on"
     table = Table(columns, rows, caption=caption, names=2)
@@ -262,10 +258,15 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     return (str(worker.rank), state, phase, *map(_short, sizes))
 
 
-def _until(seconds: float) -> str:
-    """When so many seconds will have passed."""
-    end = datetime.now() + timedelta(seconds=seconds)
-    return f", until {end:%a %d %b %H:%M}"
+def _left(seconds: Optional[float], *, is_alive: bool) -> str:
+    """What is left of a run, and when a run that is alive will have ended; "" if it is not
+    known."""
+    if seconds is None:
+        return ""
+    left = f"about {format_seconds(round(seconds))}"
+    if is_alive:
+        left += f", until {datetime.now() + timedelta(seconds=seconds):%a %d %b %H:%M}"
+    return left
 
 
 def _progress(status: RunStatus) -> List[Tuple[str, str]]:
@@ -275,9 +276,6 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         text += f" of {status.steps:,} ({status.step / status.steps:.1%})"
     if status.step_s:
         text += f", {format_seconds(status.step_s)} a step"
-    if status.seconds_left is not None and status.state in ALIVE:
-        left = format_seconds(round(status.seconds_left))
-        text += f", about {left} left{_until(status.seconds_left)}"
     lines = [("step", text)]
     if status.loss is not None:
         lines.append(("recent steps", f"loss {status.loss:.3f}, {_dice(status.dice)}"))

@@ -16,7 +16,7 @@ BASE = np.array([[0.5, 0.25, 0.75], [0.5, 0.5, 0.25]])  # two seeds, three cases
 def test_a_constant_shift_is_that_difference_with_an_interval_of_no_width():
     result = paired_difference(BASE - 0.125, BASE)
     counts = {"seeds": 2, "cases": 3, "better": 0, "worse": 3, "equal": 0}
-    interval = (-0.125, -0.125)
+    interval = pytest.approx((-0.125, -0.125))
     assert result == {"mean": -0.125, "interval": interval, **counts, "seed_bound": 0}
     assert is_significant(result)
 

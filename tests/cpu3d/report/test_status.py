@@ -76,7 +76,7 @@ def test_a_run_that_goes_on(run, capsys):
     assert (status.checkpoint["step"], status.checkpoint["size_bytes"]) == (100, 5)
     text = printed(run)
     for part in (
-        "step: 120 of 4,000.*3.0%.* 2 s a step.* 4.31 h left",
+        "step: 120 of 4,000.*3.0%.* 2 s a step .*left: about 4.31 h, until ",
         "validation after step 100: .*WT 0.900.* mean 0.800.* best 0.850",
         "running .* 7.00G 8.00G 9.00G 14.00G",
     ):
