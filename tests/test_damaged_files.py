@@ -90,14 +90,15 @@ def change_json(content, rng):
 def change_zip(content, rng):
     """A whole zip, with right sums, of other members."""
     with zipfile.ZipFile(io.BytesIO(content)) as old:
-        members = [(name, old.read(name)) for name in old.namelist()]
-    index = rng.choice([0, rng.randrange(len(members))])  # the first is the state of the run
-    name, data = members[index]
-    damaged = rng.choice([flip_bit, cut])(data, rng)
-    members[index : index + 1] = rng.choice([[], [(name, damaged)], [("../x.npy", data)]])
+        members = {name: old.read(name) for name in old.namelist()}
+    first, *names = members  # the first is the state of the run
+    name = rng.choice([first, rng.choice(names)])
+    damaged = rng.choice([flip_bit, cut])(members.pop(name), rng)
+    if rng.random() < 0.7:
+        members[name] = damaged
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as new:
-        for member in members:
+        for member in members.items():
             new.writestr(*member)
     return file.getvalue()
 
