@@ -8,6 +8,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import (
     KMP_AFFINITY,
     THREADS,
+    Topology,
     cpu_ranges,
     default_workers,
     host_share,
@@ -16,6 +17,7 @@ from cpu3d.host.thread_plan import (
     thread_plan,
     thread_plans,
 )
+from memory_estimator.host import Cpu
 from tests.cpu3d.host.hosts import HOSTS, PAPER, QUOTA, SMALL, XEON, masked, write_tree
 
 
@@ -34,6 +36,9 @@ def test_a_thread_a_core_bound_to_it_on_several_nodes(topology, quota, threads, 
     assert [plan.environment[name] for name in THREADS] == [str(threads), "1", str(threads)]
 
 
+IN_TURN = Topology(XEON.host, tuple(Cpu(n, n, 0, n % 2) for n in range(4)))  # of two nodes
+
+
 @pytest.mark.parametrize(
     ("topology", "workers", "plans"),
     [
@@ -41,6 +46,7 @@ def test_a_thread_a_core_bound_to_it_on_several_nodes(topology, quota, threads, 
         (XEON, 4, ["0-13,56-69 14", "14-27,70-83 14", "28-41,84-97 14", "42-55,98-111 14"]),
         (QUOTA, 3, [" 2", " 2", " 2"]),
         (masked(XEON, *range(20, 36)), 2, ["20-27 8", "28-35 8"]),
+        (IN_TURN, 2, ["0,2 2", "1,3 2"]),
     ],
 )
 def test_each_worker_has_cores_of_its_own(topology, workers, plans):
