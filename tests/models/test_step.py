@@ -14,8 +14,7 @@ import tensorflow as tf
 from models.config import POLICIES, UNetConfig
 from models.engine import layers_have_bfloat16
 from models.layers import NormActivation
-from models.native import operations
-from models.unet3d import UNet3D, build_unet3d
+from models.unet3d import build_unet3d
 
 GRID = (16, 8, 8)
 
@@ -68,69 +67,45 @@ def _needs(needs_native):
     pass
 
 
-def layer_by_layer(model, image, training):
-    """The outputs without native operations, as on a card."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "available", lambda: False)
-        return model(image, training=training)
+def layers_of(model):
+    """The same network without native operations."""
+    return tf.keras.Model(model.input, model.output)
 
 
-@functools.cache
-def compiled(config, batch, call):
-    """A model and its compiled step: image and a target for each head -> loss, answers in
-    inference, logits and gradients."""
-    model = build_unet3d(config, GRID, batch)
+def step(config, batch, draw=2, network=lambda model: model, eager=False, open_size=False):
+    """A training step without the update, on weights unlike the first ones, so that none is 0 or
+    1."""
+    model = build_unet3d(config, GRID, None if open_size else batch)
+    computes = network(model)
+    rng = np.random.default_rng(draw)
+    model.set_weights([each + rng.normal(0, 0.05, each.shape) for each in model.get_weights()])
+    image = tf.cast(rng.standard_normal((batch, *GRID, config.channels)), config.dtype)
+    targets = [rng.random((batch, *head.shape[1:])) < 0.1 for head in model.outputs]
 
-    @functools.partial(tf.function, autograph=False)  # nothing in it branches on a tensor
-    def function(image, targets):
-        answers = tf.nest.flatten(call(model, image, False))
+    def computed(image):
+        answers = tf.nest.flatten(computes(image, training=False))
         with tf.GradientTape() as tape:
             tape.watch(image)
-            logits = tf.nest.flatten(call(model, image, True))
-            errors = [
-                (tf.sigmoid(tf.cast(map_, tf.float32)) - target) ** 2
-                for map_, target in zip(logits, targets)
-            ]
-            loss = tf.add_n([tf.reduce_mean(error) for error in errors])
+            logits = tf.nest.flatten(computes(image, training=True))
+            loss = 0.0
+            for map_, target in zip(logits, targets):
+                errors = tf.sigmoid(tf.cast(map_, tf.float32)) - tf.cast(target, tf.float32)
+                loss += tf.reduce_mean(errors**2)
         gradients = tape.gradient(loss, [*model.trainable_variables, image])
         return loss, answers, logits, gradients
 
-    return model, model.get_weights(), function
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget_compiled():
-    """Else they would be taken down with the interpreter, in an order that TensorFlow does not
-    bear."""
-    yield
-    for cached in (compiled, step_of_layers):
-        cached.cache_clear()
+    if not eager:  # nothing in it branches on a tensor
+        computed = tf.function(computed, autograph=False)
+    loss, *several = computed(image)
+    arrays = [[tf.cast(each, tf.float32).numpy() for each in tensors] for tensors in several]
+    return Step(float(loss), *arrays, model.get_weights())
 
 
 @functools.cache
-def step_of_layers(config, batch, draw=0):
-    """`step` without native operations, which is the same under every policy. It is not compiled,
-    as it is called once or twice."""
+def step_of_layers(config, batch, draw=2):
+    """`step` without native operations, which is the same under every policy."""
     config = dataclasses.replace(config, policy="speed")
-    return step(config, batch, draw, layer_by_layer, eager=True)
-
-
-def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=False):
-    """A training step without the update, on weights unlike the first ones, so that none is 0 or
-    1."""
-    model, first, function = compiled(config, None if open_size else batch, call)
-    rng = np.random.default_rng(draw)
-    model.set_weights([weight + rng.normal(0, 0.05, weight.shape) for weight in first])
-    image = tf.cast(rng.standard_normal((batch, *GRID, config.channels)), config.dtype)
-    targets = [
-        tf.constant(rng.random((batch, *head.shape[1:])) < 0.1, tf.float32)
-        for head in model.outputs
-    ]
-    if eager:
-        function = function.python_function
-    loss, *several = function(image, targets)
-    arrays = [[tf.cast(each, tf.float32).numpy() for each in tensors] for tensors in several]
-    return Step(float(loss), *arrays, model.get_weights())
+    return step(config, batch, draw, layers_of, eager=True)
 
 
 def distances(arrays, expected):
@@ -177,8 +152,7 @@ def case():
     """A model, an image, and the gradient of the image by its layers alone."""
     model = build_unet3d(UNetConfig(filters=4, depth=2), GRID, 1)
     image = tf.constant(np.random.default_rng(0).standard_normal((1, *GRID, 4)), tf.float32)
-    layers = tf.keras.Model(model.input, model.output)
-    return model, image, image_gradient(layers, image)
+    return model, image, image_gradient(layers_of(model), image)
 
 
 def image_gradient(network, image, training=True):
@@ -192,8 +166,8 @@ def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient
     model, image, _ = case
     with tf.GradientTape(persistent=True) as tape:
         loss = tf.reduce_mean(model(image, training=True) ** 2)
-    first, again = (tape.gradient(loss, model.trainable_variables) for _ in range(2))
-    assert max(distances([each.numpy() for each in again], [each.numpy() for each in first])) < 1e-6
+    answers = [tape.gradient(loss, model.trainable_variables) for _ in range(2)]
+    assert max(distances(*answers)) < 1e-6
     assert tape.gradient(loss, image) is None
 
 
@@ -219,44 +193,34 @@ def test_an_image_may_come_as_keras_takes_it_and_from_another_layer(case):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_frozen_batch_norm_takes_and_keeps_its_moving_statistics(policy):
-    model = build_unet3d(UNetConfig(filters=4, depth=2, norm="batch", policy=policy), (8, 8, 8), 1)
-    rng = np.random.default_rng(0)
-    model.set_weights(
-        [weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()]
-    )
-    first = model.get_weights()
-    image = tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
-    for layer in model.layers:
-        if isinstance(layer, NormActivation):
-            layer.trainable = False
-    gradients = []
-    for call in (UNet3D.__call__, layer_by_layer):
-        with tf.GradientTape() as tape:
-            logits = call(model, image, True)
-            loss = tf.reduce_mean(tf.sigmoid(logits) ** 2)
-        assert distances([logits], [model(image)])[0] < 1e-5
-        for weight, before in zip(model.get_weights(), first):
-            np.testing.assert_array_equal(weight, before)
-        gradients.append(tape.gradient(loss, model.trainable_variables))
-        assert len(gradients[-1]) == 9  # kernels, and the head's bias
-    assert max(distances(*gradients)) < 1e-4
+    def freeze(model):
+        for layer in model.layers:
+            layer.trainable = not isinstance(layer, NormActivation)
+        return model
+
+    config = UNetConfig(filters=4, depth=2, norm="batch", policy=policy)
+    native = step(config, 1, network=freeze)
+    layers = step(config, 1, network=lambda model: layers_of(freeze(model)))
+    assert max(distances(native.logits, native.answers)) < 1e-5
+    assert max(distances(native.gradients, layers.gradients)) < 1e-4
+    assert len(native.gradients) == 10  # of kernels, of the head's bias, and of the image
+    for weight, other in zip(native.weights, layers.weights):
+        np.testing.assert_array_equal(weight, other)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(policy):
+@pytest.mark.parametrize("more", [{"eager": True}, {"open_size": True}])
+def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(policy, more):
     config, batch = NETWORKS["batch, one level below"]
-    config = dataclasses.replace(config, policy=policy)
-    expected = step(config, batch)
-    for more in ({"eager": True}, {"open_size": True}):
-        result = step(config, batch, **more)
-        assert max(distances(result.gradients, expected.gradients)) < 1e-5
+    result = step(dataclasses.replace(config, policy=policy), batch, **more)
+    assert max(distances(result.gradients, step_of_layers(config, batch).gradients)) < 1e-4
 
 
 def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
     changes = []
     rng = np.random.default_rng(0)
-    image = rng.standard_normal((2, *GRID, 4)).astype(np.float32)
-    target = (rng.random((2, *GRID, 3)) < 0.1).astype(np.float32)
+    image = rng.standard_normal((2, *GRID, 4))
+    target = rng.random((2, *GRID, 3)) < 0.1
     for eager in (True, False):
         model = build_unet3d(UNetConfig(filters=4, depth=2), GRID)
         first = model.get_weights()
