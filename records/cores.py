@@ -25,8 +25,9 @@ from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import NativeOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
-from models.native.calls import load, operation
+from models.native.calls import load
 from models.native.library import native_operations
+from records.calls import operation
 
 INPUTS = "channels"
 OUTPUTS = "outputs"

@@ -32,6 +32,7 @@ from models.engine import check_layers
 from models.native.library import native_operations
 from models.native.shared import MOST_THREADS
 from records import cores, overlap
+from records.calls import products_per_s
 from records.command import main
 
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
@@ -180,8 +181,6 @@ def measure(request: Dict[str, Any]) -> Result:
 def limits(request: Dict[str, Any]) -> Result:
     """The host's limits: GFLOP/s of products from the cache L1 in each dtype, GB/s that a copy
     reads and writes."""
-    from models.native.throughput import products_per_s
-
     threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])
     products = {}
     for dtype in request["dtypes"]:

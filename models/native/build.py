@@ -130,7 +130,8 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
         each = INSTRUCTION_SETS[name]
         options = each.options
         if kind == "answers":  # to what scratch is taken, on any CPU: nothing is computed
-            options = ("-O0", "-Wno-psabi", f"-DLANES={each.lanes}", INLINED, *each.definitions)
+            defined = (option for option in each.options if option.startswith("-D"))
+            options = ("-O0", "-Wno-psabi", f"-DLANES={each.lanes}", INLINED, *defined)
         names = [f"-DKERNELS={kind}_{name}", f'-DKERNELS_NAME="{name}"']
         names += [f"-D{entry}={entry.lower()}_{kind}_{name}" for entry in ENTRIES]
         for source in each.sources:

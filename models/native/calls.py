@@ -1,16 +1,9 @@
-"""The C functions of native operations by ctypes, without TensorFlow: for measurements and tests.
-
-library = load(native_operations().kernels)
-call = operation("to_raw", "float32", (1, 8, 8, 8), 2, [raw], 16, [gradient], map=made)
-library.native_run(None, call)  # 0; None is the best instruction set
-"""
+"""The C functions of native operations by ctypes, without TensorFlow. The memory estimator asks
+them what they would take; records/calls.py runs them."""
 
 import ctypes
 from pathlib import Path
-from typing import Any, Optional, Sequence, Tuple, Union
-
-from models.native.library import DTYPE_CODES
-from models.native.shared import KIND_CODES
+from typing import Optional, Tuple, Union
 
 
 class Operation(ctypes.Structure):
@@ -53,32 +46,6 @@ def load(path: Union[str, Path]) -> ctypes.CDLL:
     return library
 
 
-def operation(
-    kind: str,
-    dtype: str,
-    shape: Tuple[int, int, int, int],
-    threads: int,
-    maps: Sequence[Any],
-    outputs: int,
-    others: Sequence[Any] = (),
-    strides: Sequence[int] = (2, 2, 2),
-    **arrays: Any,
-) -> Operation:
-    """An Operation on NumPy arrays, or None in place of one; it does not keep them. `shape` is
-    batch, x, y, z; `strides` are voxels of the finer grid for one of the coarser, where there are
-    two; `arrays` are other fields by their names."""
-    made = Operation(KIND_CODES[kind], DTYPE_CODES[dtype], threads, *shape, outputs=outputs)
-    made.finer[:] = strides
-    for i, array in enumerate(maps):
-        made.maps[i] = pointer(array)
-        made.channels[i] = array.shape[-1]
-    for i, array in enumerate(others):
-        made.others[i] = pointer(array)
-    for name, array in arrays.items():
-        setattr(made, name, pointer(array))
-    return made
-
-
 def scratch_of(
     library: ctypes.CDLL, instructions: str, call: Operation, l2_bytes: int
 ) -> Optional[Tuple[int, int, int, float]]:
@@ -91,7 +58,3 @@ def scratch_of(
         return None
     threads, kept_bytes, passing_bytes, millionths = answer
     return threads, kept_bytes, passing_bytes, millionths / 1e6
-
-
-def pointer(array: Any) -> Any:
-    return None if array is None else array.ctypes.data

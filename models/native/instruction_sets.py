@@ -18,19 +18,9 @@ class InstructionSet:
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
     @property
-    def definitions(self) -> Tuple[str, ...]:
-        """Those of `options` that are no instructions."""
-        return tuple(option for option in self.options if option.startswith("-D"))
-
-    @property
     def bfloat16_alone(self) -> bool:
         """Whether it multiplies bfloat16 values, and has no kernels for float32 maps."""
         return "-DBFLOAT16_ROWS" in self.options
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether its products are of rows as they are, in tiles."""
-        return "direct" in self.sources
 
     @property
     def lanes(self) -> int:
@@ -82,7 +72,7 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
 BFLOAT16_PRODUCTS = tuple(name for name, each in INSTRUCTION_SETS.items() if each.bfloat16_alone)
 """Those that multiply bfloat16 values. The others make them float32 first."""
 
-DIRECT_PRODUCTS = tuple(name for name, each in INSTRUCTION_SETS.items() if each.is_direct)
+DIRECT_PRODUCTS = tuple(name for name, each in INSTRUCTION_SETS.items() if "direct" in each.sources)
 """Those that multiply bfloat16 values in tiles, without a transform."""
 
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")

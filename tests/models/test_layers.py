@@ -1,5 +1,7 @@
 """Layers of Keras that are not as Keras has them, against their definitions."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,45 +23,45 @@ def dtype(request):
 
 
 def built(norm, activate, dtype):
-    """A layer and a model of it alone, with weights unlike the first ones, and maps for it."""
-    layer = NormActivation(norm, activate, dtype=DTYPES[dtype].keras_policy)
-    image = tf.keras.Input((*GRID, 5), dtype=dtype)
-    model = tf.keras.Model(image, layer(image))
+    """A layer with weights unlike the first ones, and maps for it."""
     rng = np.random.default_rng(2)
+    x = tf.cast(rng.normal(1, 2, (3, *GRID, 5)), dtype)
+    layer = NormActivation(norm, activate, dtype=DTYPES[dtype].keras_policy)
+    layer.build(x.shape)
     first = layer.get_weights()
     layer.set_weights([weight + rng.uniform(-0.5, 0.5, weight.shape) for weight in first])
-    return layer, model, tf.cast(rng.normal(1, 2, (3, *GRID, 5)), dtype)
+    return layer, x
+
+
+def with_gradients(function, inputs, upstream):
+    """What a function of the first input makes, and the gradients of all inputs."""
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        made = function(inputs[0])
+    return [made, *tape.gradient(made, inputs, upstream)]
 
 
 @pytest.mark.parametrize("activate", [True, False])
 @pytest.mark.parametrize(("norm", "axes"), [("instance", (1, 2, 3)), ("batch", (0, 1, 2, 3))])
 def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, axes, activate, dtype):
-    layer, model, x = built(norm, activate, dtype)
+    layer, x = built(norm, activate, dtype)
     first = layer.get_weights()
+    inputs = [x, *layer.trainable_weights]
     upstream = tf.cast(np.random.default_rng(3).normal(0, 1, x.shape), dtype)
-    exact = [tf.cast(each, tf.float64) for each in (x, *layer.trainable_weights, upstream)]
+    exact = [tf.cast(each, tf.float64) for each in inputs]
 
-    @tf.function
-    def by_layer():
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = model(x, training=True)
-        return y, *tape.gradient(y, [x, *layer.trainable_weights], upstream)
-
-    made = by_layer()
-    *inputs, upstream = exact
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        values, gamma, beta = inputs
+    def by_definition(values):
         mean, variance = tf.nn.moments(values, axes, keepdims=True)
-        expected = (values - mean) / tf.sqrt(variance + EPSILON) * gamma + beta
-        if activate:
-            expected = tf.nn.relu(expected)
-    expected = [expected, *tape.gradient(expected, inputs, upstream)]
+        normed = (values - mean) / tf.sqrt(variance + EPSILON) * exact[1] + exact[2]
+        return tf.nn.relu(normed) if activate else normed
+
+    by_layer = functools.partial(layer, training=True)
+    made = tf.function(lambda: with_gradients(by_layer, inputs, upstream))()
+    expected = with_gradients(by_definition, exact, tf.cast(upstream, tf.float64))
     for each, other in zip(made, expected):
         np.testing.assert_allclose(tf.cast(each, tf.float64), other, **CLOSE[dtype])
     # What moves is an estimate of the variance of what the batch was drawn from.
-    flat = np.reshape(values, (-1, 5))
+    flat = np.reshape(exact[0], (-1, 5))
     moments = (flat.mean(0), flat.var(0, ddof=1))
     for moved, before, moment in zip(layer.get_weights()[2:], first[2:], moments):
         expected = MOMENTUM * before + (1 - MOMENTUM) * moment
@@ -67,10 +69,10 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, axes, activate,
 
 
 def test_in_inference_a_batch_norm_takes_its_moving_statistics(dtype):
-    layer, model, x = built("batch", True, dtype)
+    layer, x = built("batch", True, dtype)
     gamma, beta, mean, variance = layer.get_weights()
     values = (tf.cast(x, tf.float64) - mean) / np.sqrt(variance + EPSILON) * gamma + beta
-    made = tf.cast(model(x), tf.float64)
+    made = tf.cast(layer(x), tf.float64)
     np.testing.assert_allclose(made, np.maximum(values, 0), **CLOSE[dtype])
 
 
@@ -90,9 +92,5 @@ def test_a_pools_gradient_goes_to_the_first_of_the_largest(strides, dtype):
     grad = rng.integers(1, 9, [2, *(n // by for n, by in zip(values.shape[1:4], strides)), 3])
     expected = first_of_largest(values, grad, strides)
     pool = FirstMaxPool(strides, dtype=DTYPES[dtype].keras_policy)
-    x = tf.cast(values, dtype)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        largest = pool(x)
-    made = tape.gradient(largest, x, tf.cast(grad, dtype))
+    _, made = with_gradients(pool, [tf.cast(values, dtype)], tf.cast(grad, dtype))
     np.testing.assert_array_equal(tf.cast(made, "float64"), expected)

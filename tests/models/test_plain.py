@@ -1,6 +1,5 @@
 """An operation that TensorFlow computes: trained as by the layers, and counted."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -11,8 +10,7 @@ from models.config import UNetConfig
 from models.plain import PLAIN, PlainOperation
 from models.unet3d import build_unet3d
 from models.weights import network_weights
-
-GRID = (8, 8, 4)
+from tests.models.test_step import GRID, distances, layers_of, step
 
 
 def mixed(values, weights):
@@ -62,27 +60,15 @@ def mixing(monkeypatch):
     network.network_program.cache_clear()
 
 
-@pytest.mark.parametrize("changes", [{}, {"residual": True, "norm": "batch"}])
-def test_its_gradients_are_those_of_the_layers(needs_native, mixing, changes):
-    model = build_unet3d(UNetConfig(filters=4, depth=3, **changes), GRID, 2)
-    layers = tf.keras.Model(model.input, model.output)
-    rng = np.random.default_rng(0)
-    weights = [each + rng.normal(0, 0.05, each.shape) for each in model.get_weights()]
-    image = tf.constant(rng.standard_normal((2, *GRID, 4)), tf.float32)
-    found = []
-    for each in (model, layers):
-        model.set_weights(weights)
-        with tf.GradientTape() as tape:
-            tape.watch(image)
-            loss = tf.reduce_mean(tf.sigmoid(each(image, training=True)) ** 2)
-        found.append(tape.gradient(loss, [image, *model.trainable_weights]))
-    for native, expected in zip(*found):
-        assert float(tf.norm(native - expected)) < 1e-3 * float(tf.norm(expected))
+def test_its_gradients_are_those_of_the_layers(needs_native, mixing):
+    config = UNetConfig(filters=4, depth=3, residual=True, norm="batch")
+    expected = step(config, network=layers_of)
+    assert max(distances(step(config).gradients, expected.gradients)) < 1e-3
 
 
 def test_its_weights_and_maps_are_counted(mixing):
     unet = UNetConfig(filters=4, depth=2, outputs=1)
-    model = build_unet3d(unet, GRID, 1)
+    model = build_unet3d(unet, GRID)
     named = network_weights(unet)
     assert [weight.shape for weight in named] == [weight.shape for weight in model.weights]
     assert {"decoder0_mix"} <= {weight.layer for weight in named}

@@ -20,18 +20,14 @@ from models.strides import (
 @pytest.mark.parametrize(
     ("spacing_mm", "shape", "depth", "strides", "words"),
     [
-        # cubes: 160 192 160, 80 96 80, 40 48 40, 20 24 20, 10 12 10
-        ((1, 1, 1), (160, 192, 160), 5, "2,2,2 2,2,2 2,2,2 2,2,2", "sides of 8 or more"),
         # 5 mm are 6.3, 3.1, then 1.6 times the spacing in plane: 0.8, 1.6, 3.2
         ((0.8, 0.8, 5), (256, 256, 20), 5, "2,2,1 2,2,1 2,2,2 2,2,2", "sides of 8 or more"),
         # 5 slices would become 3
         ((0.5, 0.5, 4), (320, 320, 5), 5, "2,2,1 2,2,1 2,2,1 2,2,1", "sides of 8 or more"),
         # twice as long is too long, and after one halving the same
-        ((1, 1, 2), (128, 128, 64), 4, "2,2,1 2,2,2 2,2,2", "sides of 8 or more"),
+        ((1, 1, 2), (128, 128, 64), 3, "2,2,1 2,2,2", "sides of 8 or more"),
         # the short axis is at its end, so the others count alone: 5 to 20 by 2 of theirs
         ((1, 6, 4), (8, 64, 64), 4, "2,1,1 1,2,2 1,2,2", "sides of 8 or more"),
-        # 16 16 5, 8 8 5, 4 4 5: no axis keeps four, so those of the level before go on
-        ((1, 1, 1), (16, 16, 5), 5, "2,2,1 2,2,1 2,2,1 2,2,1", "the last 2 of 4"),
         # 64 64 20, 32 32 10, 16 16 5
         ((1.5, 1.5, 1.5), (64, 64, 20), 6, "2,2,2 2,2,2 2,2,1 2,2,1 2,2,1", "the last 1 of 5"),
         # too small from the start: all axes, as without the rule
@@ -52,7 +48,6 @@ def test_the_axes_near_the_shortest_voxel_are_halved_as_long_as_they_keep_four(
     ("spacing_mm", "shape", "most", "depth"),
     [
         ((1, 1, 1), (36, 50, 35), 5, 4),  # 18 25 18, 9 13 9, 5 7 5: nnU-Net's for the hippocampus
-        ((1, 1, 1), (138, 177, 144), 8, 6),  # the sixth has 5 6 5
         ((1, 1, 5), (145, 182, 29), 5, 5),
         ((1, 1, 1), (7, 7, 7), 5, 2),  # the least that is a U-Net
     ],
@@ -84,7 +79,6 @@ def test_any_volume_has_a_network_and_is_padded_by_less_than_a_voxel_of_its_deep
     [
         ((45, 47, 9), (0.5, 0.5, 1), (8, 16, 2), (24, 32, 10)),
         ((45, 47, 9), (1, 0.5, 0.5), (1, 1, 1), (45, 24, 5)),
-        ((10, 20, 30), (0.7, 0.7, 0.7), (1, 1, 1), (7, 14, 21)),
     ],
 )
 def test_the_network_sees_all_of_an_extent(extent, resolution, divisors, seen):
@@ -94,14 +88,12 @@ def test_the_network_sees_all_of_an_extent(extent, resolution, divisors, seen):
 @pytest.mark.parametrize(
     ("extent", "stride", "divisors", "resolution", "grid", "is_possible", "pays"),
     [
-        ((138, 177, 144), (2, 2, 2), (16, 16, 16), 1, (80, 96, 80), True, True),
         # all axes halved: one voxel along Z at the deepest level
         ((145, 182, 29), (2, 2, 2), (16, 16, 16), 1, (80, 96, 16), False, True),
         # 40 x 36 x 48 are 69,120 and 40 x 36 x 40 are 57,600; 40^3 are 64,000
         ((80, 72, 48), (2, 2, 1), (4, 4, 4), 1, (40, 36, 48), True, True),
         ((80, 72, 40), (2, 2, 1), (4, 4, 4), 1, (40, 36, 40), True, False),
         # an axis that is not halved may have one voxel there, as it has in full
-        ((320, 320, 4), (2, 2, 1), (16, 16, 4), 1, (160, 160, 4), True, True),
         ((145, 182, 29), (2, 2, 1), (16, 16, 4), 0.5, (48, 48, 32), True, True),
     ],
 )
@@ -109,8 +101,7 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(
     extent, stride, divisors, resolution, grid, is_possible, pays
 ):
     coarse = coarse_grid(extent, stride, divisors, resolution)
-    assert tuple(coarse) == (grid, is_possible, pays)
-    assert coarse.is_taken == (is_possible and pays)
+    assert (*coarse, coarse.is_taken) == (grid, is_possible, pays, is_possible and pays)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +109,6 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(
     [
         ((2, 2, 2), (0.7, 0.7, 0.7), "X, Y and Z"),
         ((1, 2, 2), (1, 0.7, 0.7), "Y and Z"),
-        ((1, 1, 2), (1, 1, 0.7), "Z"),
     ],
 )
 def test_a_resolution_is_that_of_the_axes_that_a_stride_halves(stride, resolution, words):

@@ -6,9 +6,10 @@ import os
 import ml_dtypes
 import numpy as np
 
-from models.native.calls import Operation, load, operation, pointer  # noqa: F401
+from models.native.calls import load  # noqa: F401
 from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import BFLOAT16, FLOAT32
+from records.calls import operation
 
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
@@ -107,12 +108,8 @@ def shifted(values):
     """The 27 shifted maps of "same" zero padding, in the order of the filters' taps."""
     x, y, z = values.shape[1:4]
     padded = np.pad(values, ((0, 0), (1, 1), (1, 1), (1, 1), (0, 0)))
-    return [
-        padded[:, i : i + x, j : j + y, k : k + z]
-        for i in range(3)
-        for j in range(3)
-        for k in range(3)
-    ]
+    starts = itertools.product(range(3), repeat=3)
+    return [padded[:, i : i + x, j : j + y, k : k + z] for i, j, k in starts]
 
 
 def convolved(values, filters):

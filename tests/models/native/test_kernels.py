@@ -42,42 +42,27 @@ ROUNDED = 2.2e-3  # a bfloat16 map
 ROUNDED_PRODUCTS = 5e-3  # bfloat16 products as well
 
 
-def map_and_sums(kernel, shape, channels, over):
-    """Where they are written: the map over another one, if that is given."""
-    made = np.full((*shape, channels), 7, kernel.numpy) if over is None else over
-    return {"map": made, "sums_to": np.full((shape[0], 2, channels), np.nan, np.float32)}
+def map_and_sums(kernel, kind, shape, threads, maps, width, others, over=None, **arrays):
+    """What a convolution makes, or its input gradient: a map of a `width`, over another one if that
+    is given; and its moments, or the sums of the norm below."""
+    made = np.full((*shape, width), 7, kernel.numpy) if over is None else over
+    sums = np.full((shape[0], 2, width), np.nan, np.float32)
+    kernel.run(kind, shape, threads, maps, width, others, map=made, sums_to=sums, **arrays)
+    return made, sums
 
 
 def convolve(kernel, shape, threads, maps, filters, coefficients=None, add=None, over=None):
-    """The map, plus `add`, and its moments."""
-    made = map_and_sums(kernel, shape, filters.shape[4], over)
-    arrays = {"filters": filters, "coefficients": coefficients, **made}
-    kernel.run("convolve", shape, threads, maps, filters.shape[4], [add], **arrays)
-    return made.values()
+    about = ("convolve", shape, threads, maps, filters.shape[4], [add], over)
+    return map_and_sums(kernel, *about, filters=filters, coefficients=coefficients)
 
 
-def input_gradient(kernel, shape, threads, gradient, filters, above, below, over=None):
-    """The map, and the sums of the norm below; above and below are a raw map and its
-    coefficients."""
-    width = filters.shape[3]
-    made = map_and_sums(kernel, shape, width, over)
-    arrays = {"filters": filters, "coefficients": above[1], "other_coefficients": below[1]}
-    others = [below[0], above[0]]
-    kernel.run("input_gradient", shape, threads, [gradient], width, others, **arrays, **made)
-    return made.values()
-
-
-def filter_gradient(kernel, shape, threads, maps, gradient, coefficients=None, above=(None, None)):
-    """`above` is the raw map of the gradient and its coefficients."""
+def filter_gradient(kernel, shape, threads, maps, gradient, raw=None, **coefficients):
+    """`raw` is the map of the gradient."""
     outputs = gradient.shape[-1]
-    width = sum(array.shape[-1] for array in maps)
-    made = np.full((3, 3, 3, width, outputs), np.nan, np.float32)
-    arrays = {"coefficients": coefficients, "other_coefficients": above[1]}
-    others = [gradient, above[0]]
-    kernel.run(
-        "filter_gradient", shape, threads, maps, outputs, others, filter_gradient=made, **arrays
-    )
-    return made
+    made = np.full((27, sum(each.shape[-1] for each in maps), outputs), np.nan, np.float32)
+    about = ("filter_gradient", shape, threads, maps, outputs, [gradient, raw])
+    kernel.run(*about, filter_gradient=made, **coefficients)
+    return made.reshape(3, 3, 3, *made.shape[1:])
 
 
 def product_error(kernel):
@@ -150,18 +135,15 @@ def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(
         truth = convolved(values, filters)
         (noise,) = kernel.maps(rng, shape, outputs)
         add = (rms(truth) / 2 * noise.astype(np.float32)).astype(kernel.numpy)
-        about = (filters, coefficients)
-        for term in (None, add):
-            over = None if term is None else add.copy()
-            made, moments = convolve(kernel, shape, threads, maps, *about, add=term, over=over)
+        ways = [(maps, None, None), (maps, add, add.copy())]  # what is read, added, written over
+        if widths == (outputs,):
+            ways.append((maps, None, maps[0]))
+        for read, term, over in ways:
+            made, moments = convolve(
+                kernel, shape, threads, read, filters, coefficients, term, over
+            )
             expected = truth if term is None else truth + add.astype(np.float64)
             assert error(made, expected, values, filters, 27 * channels) < map_error(kernel)
-            np.testing.assert_allclose(moments, moments_of(made), rtol=1e-5, atol=1e-6)
-        if widths == (outputs,):
-            made, _ = convolve(kernel, shape, threads, maps, *about)
-            over = maps[0].copy()
-            again, moments = convolve(kernel, shape, threads, [over], *about, over=over)
-            assert again.tobytes() == made.tobytes()
             np.testing.assert_allclose(moments, moments_of(made), rtol=1e-5, atol=1e-6)
 
 
@@ -175,15 +157,20 @@ def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(
     (raw_below,) = kernel.maps(rng, shape, channels)
     coefficients = coefficients_of(rng, shape, outputs)
     below = coefficients_of(rng, shape, channels)
-    about = (filters, (raw, coefficients), (raw_below, below))
-    result, sums = input_gradient(kernel, shape, threads, gradient, *about)
+    arrays = {"filters": filters, "coefficients": coefficients, "other_coefficients": below}
+    others = [raw_below, raw]
+
+    def run(gradient, over=None):
+        about = ("input_gradient", shape, threads, [gradient], channels, others, over)
+        return map_and_sums(kernel, *about, **arrays)
+
+    result, sums = run(gradient)
     values = formed([gradient], coefficients, raw)
     flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
     truth = convolved(values, flipped)
     assert error(result, truth, values, filters, 27 * outputs) < map_error(kernel)
     if channels == outputs:
-        over = gradient.copy()
-        again = input_gradient(kernel, shape, threads, over, *about, over=over)
+        again = run(gradient, over=gradient)
         assert [each.tobytes() for each in again] == [result.tobytes(), sums.tobytes()]
     expected = norm_sums(result, raw_below, below)
     size = np.linalg.norm(expected) + 1e-30
@@ -197,19 +184,20 @@ def test_filter_gradient_of_raw_and_formed_maps(
 ):
     rng = np.random.default_rng(4)
     gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-    parts = (channels,)
-    coefficients = None
-    above = (None, None)
-    limit = EXACT if kernel.name.startswith("amx") else product_error(kernel)
+    limit = product_error(kernel)
     if are_formed:
-        parts = two_parts(channels)
-        coefficients = coefficients_of(rng, shape, channels)
-        above = (raw, coefficients_of(rng, shape, outputs))
-        limit = product_error(kernel)
-    maps = kernel.maps(rng, shape, *parts)
-    result = filter_gradient(kernel, shape, threads, maps, gradient, coefficients, above)
-    values = formed(maps, coefficients)
-    gradients = formed([gradient], above[1], above[0])
+        maps = kernel.maps(rng, shape, *two_parts(channels))
+        norms = coefficients_of(rng, shape, channels)
+        through = coefficients_of(rng, shape, outputs)
+    else:
+        maps = kernel.maps(rng, shape, channels)
+        norms = through = raw = None
+        if kernel.name.startswith("amx"):
+            limit = EXACT
+    about = {"coefficients": norms, "other_coefficients": through}
+    result = filter_gradient(kernel, shape, threads, maps, gradient, raw, **about)
+    values = formed(maps, norms)
+    gradients = formed([gradient], through, raw)
     truth = filter_gradient_of(values, gradients)
     assert error(result, truth, values, gradients, np.prod(shape)) < limit
 

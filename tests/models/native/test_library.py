@@ -48,19 +48,15 @@ def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair,
         try:
             assert native_operations().bfloat16 == name
         except InstructionSetError as error:
-            words = str(error)
-            lacking = [flag for flag in each.needs if flag in words.split("lacks ")[1]]
-            assert lacking
-            assert name in words
-            assert not set(lacking) <= set(read_host().isa)
+            lacking = str(error).split(f"got {name}, for which it lacks ")[1]
+            assert any(flag in lacking for flag in set(each.needs) - set(read_host().isa))
 
 
-@pytest.mark.parametrize("name", ["avx-512", "AVX2"])
-def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch, name):
-    monkeypatch.setenv(VARIABLE, name)
-    with pytest.raises(InstructionSetError, match=rf"{VARIABLE} must .*, got '{name}'") as caught:
+def test_an_unknown_name_is_refused_with_all_that_are_known(pair, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "AVX2")
+    rule = f"{VARIABLE} must be one of {', '.join(INSTRUCTION_SETS)}, got 'AVX2'"
+    with pytest.raises(InstructionSetError, match=rule):
         native_operations()
-    assert all(known in str(caught.value) for known in INSTRUCTION_SETS)
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -79,7 +79,7 @@ def test_sums_and_gradient_are_those_of_float64_with_the_same_bits_on_any_number
             assert again.tobytes() == made.tobytes(), (kind, threads)
 
 
-@pytest.mark.parametrize("value", [3, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [3, np.nan, -np.inf])
 @pytest.mark.parametrize("voxel", [0, 40])
 def test_a_logit_that_is_not_finite_counts_unless_its_voxel_is_ignored(kernel, value, voxel):
     """In a whole vector, and in the rest of a row."""
@@ -87,27 +87,25 @@ def test_a_logit_that_is_not_finite_counts_unless_its_voxel_is_ignored(kernel, v
     first = case.logits.copy()
     case.logits.reshape(-1)[voxel] = value
     finite = np.isfinite(case.run(kernel, 1, "loss_sums")[0, 0])
+    assert np.delete(finite, voxel % 3).all()
     assert finite[voxel % 3] == np.isfinite(value)
-    assert finite.sum() >= 2
     if np.isnan(value):
         slope = case.run(kernel, 1, "loss_slope")
         assert np.flatnonzero(~np.isfinite(slope.astype(np.float32))).tolist() == [voxel]
 
     case.target.reshape(-1)[voxel] = IGNORED
-    sums = case.run(kernel, 1, "loss_sums")
-    slope = case.run(kernel, 1, "loss_slope").astype(np.float32)
-    assert np.flatnonzero(slope == 0).tolist() == [voxel]
-    assert np.isfinite(slope).all()
+    made = [case.run(kernel, 1, kind).tobytes() for kind in ("loss_sums", "loss_slope")]
     case.logits = first
-    assert case.run(kernel, 1, "loss_sums").tobytes() == sums.tobytes()
+    expected = [case.run(kernel, 1, kind).tobytes() for kind in ("loss_sums", "loss_slope")]
+    assert made == expected
 
 
 def test_a_certain_voxel_keeps_its_small_error(kernel):
     """Near 0 and 1 the loss is a difference of large numbers by its formula."""
     case = Case((1, 1, 1, 6), 1, (1, 1, 1), kernel.numpy)
-    case.logits[...] = np.reshape([12, -12, 40, -40, 80, -80], case.logits.shape)
-    case.target[...] = np.reshape([1, 0, 1, 0, 1, 0], case.target.shape)
-    case.factors[...] = np.reshape([1, 0, 0], (1, 3, 1))
+    case.logits.flat = [12, -12, 40, -40, 80, -80]
+    case.target.flat = [1, 0, 1, 0, 1, 0]
+    case.factors.flat = [1, 0, 0]
     slope = case.run(kernel, 1, "loss_slope").astype(np.float64)
     np.testing.assert_allclose(slope, case.expected()[1], rtol=ERRORS[kernel.dtype])
     cross_entropy = case.run(kernel, 1, "loss_sums")[0, 0, 0]

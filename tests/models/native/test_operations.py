@@ -31,15 +31,14 @@ def test_a_map_that_nobody_else_reads_is_written_over_with_the_same_result(dtype
         np.testing.assert_array_equal(result, known)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("operation", ["convolve", "loss_slope"])
-def test_a_map_that_is_read_again_is_not_written_over(operation, dtype):
-    values = tf.cast(normal(13, 1, 3, 4, 5, 3), dtype)
-    target = tf.cast(normal(16, 1, 6, 8, 10, 3) > 0, tf.uint8)
+def test_a_map_that_is_read_again_is_not_written_over(operation):
+    values = normal(13, 1, 3, 4, 5, 3)
 
     def computed(map_):
         if operation == "convolve":
             return convolve([Source(map_)], normal(14, 3, 3, 3, 3, 3)).map
+        target = tf.cast(normal(16, 1, 6, 8, 10, 3) > 0, tf.uint8)
         return operations.loss_slope(map_, target, normal(17, 1, 3, 3))
 
     @tf.function(autograph=False)
@@ -51,8 +50,7 @@ def test_a_map_that_is_read_again_is_not_written_over(operation, dtype):
 
     made, map_ = both(values)
     np.testing.assert_array_equal(map_, values + 1)
-    alone = tf.function(lambda: computed(values + 1), autograph=False)
-    np.testing.assert_array_equal(alone(), made)
+    np.testing.assert_array_equal(made, computed(values + 1))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +84,8 @@ def test_a_map_of_an_odd_side_is_not_pooled():
 )
 def test_a_target_and_factors_that_do_not_fit_the_logits_are_refused(target, factors, message):
     logits = tf.zeros((1, 4, 4, 4, 2))
-    target = tf.zeros(target, tf.uint8)
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        operations.loss_slope(logits, target, tf.zeros(factors))
-    if not message.startswith("factors"):
-        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-            operations.loss_sums(logits, target)
+        operations.loss_slope(logits, tf.zeros(target, tf.uint8), tf.zeros(factors))
 
 
 # Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of
@@ -133,17 +127,14 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
         tf_ops.cpu_operation(*tensors[:4], *parts, kind=KIND_CODES[kind])
 
     call(fitting)
+    wrong = [[*fitting, MAPS["m"]]]
+    if others and kind not in ("convolve", "project", "project_gradient"):  # may lack the last
+        wrong.append(fitting[:-1])
     for i, shape in enumerate(fitting):
         for axis in range(len(shape)):
-            if shape == (0,) or (i, axis) in FREE.get(kind, ()):
-                continue
-            larger = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
-            with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
-                call([*fitting[:i], larger, *fitting[i + 1 :]])
-    numbers = [[*fitting, MAPS["m"]]]
-    may_lack_the_last = kind in ("convolve", "project", "project_gradient")
-    if others and not may_lack_the_last:
-        numbers.append(fitting[:-1])
-    for shapes in numbers:
+            if shape != (0,) and (i, axis) not in FREE.get(kind, ()):
+                larger = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
+                wrong.append([*fitting[:i], larger, *fitting[i + 1 :]])
+    for shapes in wrong:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
             call(shapes)
