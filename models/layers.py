@@ -41,6 +41,8 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
         native.update(strides=op.strides, use_bias=False)
         return tf.keras.layers.Conv3DTranspose(width, op.kernel, **native)
     native.update(padding="same")
+    if op.shape[0] == 2 and op.kernel[0] == 3:
+        native["dtype"] = "float32"  # oneDNN's filter gradient is wrong in bfloat16, or NaN
     if op.kind is LayerKind.HEAD:
         bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
         return Head(width, op.kernel, bias_initializer=bias, **native)

@@ -93,12 +93,12 @@ def cases():
     """Shapes with a batch, channels, outputs and threads: every second pair of a shape and
     channels.
 
-    So each shape and each pair of channels meets every number of threads and a batch of 1 and of
-    2. And each pair of channels meets rows of each remainder by 8, short and long ones, and a map
-    of one row or plane: SHAPES has such at odd and at even places."""
-    pairs = itertools.product(enumerate(SHAPES), enumerate(CHANNELS))
-    taken = [(grid, channels) for (i, grid), (j, channels) in pairs if (i + j) % 2 == 0]
-    for number, (grid, channels) in enumerate(taken):
+    As there is an odd number of CHANNELS, each shape and each pair of channels meets every number
+    of threads and a batch of 1 and of 2. And each pair of channels meets rows of each remainder by
+    8, short and long ones, and a map of one row or plane: SHAPES has such at odd and at even
+    places."""
+    pairs = [*itertools.product(SHAPES, CHANNELS)]
+    for number, (grid, channels) in enumerate(pairs[::2]):
         yield (2 - number % 2, *grid), *channels, THREADS[number % len(THREADS)]
     yield from MORE
 

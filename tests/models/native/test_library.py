@@ -1,7 +1,6 @@
 """The question which instruction set native operations compute with: of libraries that load, and of
 those that do not."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -71,23 +70,6 @@ def test_a_library_of_other_sources_or_one_that_does_not_load_is_not_asked(pair,
     assert "run python -m models.native.build" in native.why
 
 
-def run_script(script):
-    environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-def test_it_is_asked_without_tensorflow_and_numpy(pair):
-    script = (
-        "import sys\n"
-        "sys.modules.update(tensorflow=None, numpy=None)\n"
-        "from models.native.library import native_operations\n"
-        "print(native_operations().bfloat16)\n"
-    )
-    done = run_script(script)
-    assert done.stdout.strip() == native_operations().bfloat16
-
-
 REFUSED = """
 import tensorflow as tf
 from models.native.library import native_operations
@@ -103,7 +85,8 @@ print(native_operations().why)
 
 
 def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(needs_native):
-    done = run_script(REFUSED)
+    command = [sys.executable, "-c", REFUSED]
+    done = subprocess.run(command, cwd=build.HERE.parents[1], capture_output=True, text=True)
     assert done.stdout.split()[:2] == ["False", "none"], done.stderr
     assert "undefined symbol" in done.stdout
     assert "warning: native operations" in done.stderr

@@ -29,8 +29,7 @@ class Case:
         self.shape, self.finer = shape, finer
         self.logits = (6 * rng.standard_normal((*shape, regions))).astype(dtype)
         sides = [side * times for side, times in zip(shape[1:], finer)]
-        share = np.linspace(0.5, 0, regions) if regions > 1 else 0.4
-        drawn = rng.random((shape[0], *sides, regions)) < share
+        drawn = rng.random((shape[0], *sides, regions)) < np.linspace(0.5, 0, regions)
         self.target = drawn * rng.integers(1, IGNORED, drawn.shape).astype(np.uint8)  # not 0
         self.factors = rng.standard_normal((shape[0], 3, regions)).astype(np.float32)
         self.target[rng.random(drawn.shape) < ignored] = IGNORED
