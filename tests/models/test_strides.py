@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 
 from models.config import UNetConfig
 from models.strides import (
-    axes_text,
     coarse_grid,
     depth_for,
-    lowered,
     network_grid,
     strides_for,
     strides_reason,
@@ -102,15 +100,3 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(
 ):
     coarse = coarse_grid(extent, stride, divisors, resolution)
     assert (*coarse, coarse.is_taken) == (grid, is_possible, pays, is_possible and pays)
-
-
-@pytest.mark.parametrize(
-    ("stride", "resolution", "words"),
-    [
-        ((2, 2, 2), (0.7, 0.7, 0.7), "X, Y and Z"),
-        ((1, 2, 2), (1, 0.7, 0.7), "Y and Z"),
-    ],
-)
-def test_a_resolution_is_that_of_the_axes_that_a_stride_halves(stride, resolution, words):
-    assert lowered(0.7, stride) == resolution
-    assert axes_text(stride) == words
