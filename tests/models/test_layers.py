@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.config import DTYPES, EPSILON, MOMENTUM
+from models.config import DTYPES, UNetConfig
 from models.engine import layers_have_bfloat16
-from models.layers import FirstMaxPool, NormActivation
-from tests.models.native.reference import first_of_largest
+from models.layer_plan import layer_plan
+from models.layers import FirstMaxPool, NormActivation, plain_layer
+from tests.models.native.reference import filter_gradient_of, first_of_largest
 
 GRID = (4, 6, 4)
+EPSILON = 1e-5
+MOMENTUM = 0.9
 CLOSE = {"float32": {"rtol": 1e-4, "atol": 1e-5}, "bfloat16": {"rtol": 1e-2, "atol": 1e-2}}
 
 
@@ -38,7 +41,7 @@ def with_gradients(function, inputs, upstream):
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         made = function(inputs[0])
-    return [made, *tape.gradient(made, inputs, upstream)]
+    return [made, *tape.gradient(made, inputs, tf.cast(upstream, made.dtype))]
 
 
 @pytest.mark.parametrize("activate", [True, False])
@@ -57,7 +60,7 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, axes, activate,
 
     by_layer = functools.partial(layer, training=True)
     made = tf.function(lambda: with_gradients(by_layer, inputs, upstream))()
-    expected = with_gradients(by_definition, exact, tf.cast(upstream, tf.float64))
+    expected = with_gradients(by_definition, exact, upstream)
     for each, other in zip(made, expected):
         np.testing.assert_allclose(tf.cast(each, tf.float64), other, **CLOSE[dtype])
     # What moves is an estimate of the variance of what the batch was drawn from.
@@ -74,6 +77,17 @@ def test_in_inference_a_batch_norm_takes_its_moving_statistics(dtype):
     values = (tf.cast(x, tf.float64) - mean) / np.sqrt(variance + EPSILON) * gamma + beta
     made = tf.cast(layer(x), tf.float64)
     np.testing.assert_allclose(made, np.maximum(values, 0), **CLOSE[dtype])
+
+
+def test_a_convolution_of_two_voxels_has_the_gradient_of_its_filters(dtype):
+    """That of oneDNN is wrong in bfloat16. The network's deepest map has two along each axis."""
+    rng = np.random.default_rng(6)
+    layer = plain_layer(UNetConfig(dtype=dtype), layer_plan(UNetConfig(depth=2), (4, 4, 4))[8])
+    x, upstream = (tf.cast(rng.standard_normal((1, 2, 2, 2, 32)), dtype) for _ in range(2))
+    layer.build(x.shape)
+    _, made = with_gradients(lambda kernel: layer(x), [layer.kernel], upstream)
+    values, gradient = (tf.cast(each, "float64").numpy() for each in (x, upstream))
+    np.testing.assert_allclose(made, filter_gradient_of(values, gradient), **CLOSE[dtype])
 
 
 def test_a_norm_of_a_large_mean_keeps_its_digits():

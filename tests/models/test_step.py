@@ -131,12 +131,12 @@ def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network,
 def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_layers(policy):
     if not layers_have_bfloat16():
         pytest.skip("needs layers that compute in bfloat16")
-    config = UNetConfig(filters=4, depth=4, policy=policy)  # the deepest map has 2 x 1 x 1 voxels
+    config = dataclasses.replace(NETWORKS["cicek, instance"], policy=policy)
     half = dataclasses.replace(config, dtype="bfloat16")
     steps = step_of_layers(config), step_of_layers(half), step(half)
     exact, *others = (np.concatenate([*map(np.ravel, each.gradients)]) for each in steps)
     layers, native = distances(others, [exact, exact])
-    assert native < 1.5 * layers < 0.3
+    assert native < 1.5 * layers
 
 
 @pytest.fixture(scope="module")
