@@ -79,13 +79,6 @@ def test_each_change_comes_as_often_as_it_should_and_within_its_range():
         np.testing.assert_allclose(turn @ turn.T * zoom**2, np.eye(3), atol=1e-5)
 
 
-def test_without_any_change_nothing_is_drawn():
-    sample = drawn(NO_AUGMENT, 2)
-    assert [getattr(sample, name) for name in ("matrix", *RANGES)] == [None] * 6
-    assert not any(sample.flips)
-    np.testing.assert_array_equal([sample.scale, sample.shift], [[1, 1], [0, 0]])
-
-
 def test_noise_alone_needs_no_volume_at_a_time():
     needs = [name for name in RANGES if dataclasses.replace(NO_AUGMENT, **{name: 0.1}).needs_volume]
     assert needs == ["blur", "contrast", "gamma", "low_resolution"]

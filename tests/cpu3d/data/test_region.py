@@ -10,7 +10,6 @@ from cpu3d.data.resolution import Resizing, field_of
 @pytest.mark.parametrize(
     ("seen", "resolution", "least", "field"),
     [
-        ((24, 24, 24), 0.5, (45, 47, 33), (48, 48, 48)),
         ((24, 32, 10), (0.5, 0.5, 1), (45, 47, 9), (48, 64, 10)),
         ((5, 10, 15), 0.5, (10, 20, 31), (10, 20, 31)),
     ],

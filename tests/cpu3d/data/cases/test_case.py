@@ -64,17 +64,25 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     assert {source.path: source.size_bytes for source in record.sources} == sizes
 
 
-@pytest.mark.parametrize("value", [40000.0, 1.5])
-def test_what_int16_cannot_hold_is_stored_in_steps_with_its_error(load, value):
-    other = tiny_image(1).astype(np.float64)
-    other[1, 1, 1] = value
-    case = load(tiny_image(0), other)
-    step, offset = case.record.units[1]
-    assert case.image.dtype == np.int16
-    assert (case.record.units[0], offset) == ((1, 0), 0)
-    apart = np.abs(case.image[..., 1] * step - other).max()
-    assert apart <= step / 2
-    assert apart / other.std() == pytest.approx(case.record.max_abs_error)
+def test_what_int16_cannot_hold_is_stored_in_steps_with_the_largest_error(load):
+    large = tiny_image(1).astype(np.int32)
+    large[1, 1, 1] = 40_000
+    sources = [tiny_image(0), large, tiny_image(2) / 2]
+    case = load(*sources)
+    steps, offsets = np.transpose(case.record.units)
+    assert (steps[0], *offsets) == (1, 0, 0, 0)
+    source = np.stack(sources, -1)
+    apart = np.abs(case.image * steps - source).max((0, 1, 2))
+    assert (apart <= steps / 2).all()
+    assert case.record.max_abs_error == pytest.approx((apart / source.std((0, 1, 2))).max())
+
+
+def test_65536_whole_numbers_are_stored_exactly_where_0_is_no_background(load):
+    volume = np.random.default_rng(0).integers(1000, 66_536, (10, 10, 10), np.int32)
+    volume[0, 0, :2] = 1000, 66_535
+    case = load(volume, normalisation=[Normalisation(Kind.ZSCORE)])
+    ((step, offset),) = case.record.units
+    np.testing.assert_array_equal(case.image[..., 0] * step + offset, volume)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
