@@ -3,12 +3,12 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Optional, Sequence
+from typing import Sequence
 
 import numpy as np
 
 from cpu3d.data.augment import AugmentConfig, draw
-from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system
+from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.native.samples import make_sample
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
@@ -25,24 +25,14 @@ from models.strides import Resolution3
 SMALL = 8
 
 
-def open_reading(
-    store: Store,
-    splits: Sequence[str] = ("train",),
-    *,
-    read_mode: Optional[str] = None,
-    share: Share = ALL,
-) -> Reader:
-    """A reader in `read_mode`, one of READ_MODES, or in the one that fits the disk, once the
-    splits' files are checked.
+def open_reading(store: Store, splits: Sequence[str] = ("train",), *, share: Share = ALL) -> Reader:
+    """A reader in the mode that fits the disk, once the splits' files are checked.
 
     No voxels are read. A worker checks every n-th file, by its `share`. Raises InputError for an
     unknown or empty split, cases without labels, and damaged files."""
     records = itertools.chain.from_iterable([labelled(store, split) for split in splits])
-    if read_mode not in (None, *READ_MODES):
-        rule = f"read mode must be one of {', '.join(READ_MODES)}"
-        raise InputError(f"{rule}, got {read_mode!r}; leave it out")
     store.check(itertools.islice(records, share.rank, None, share.workers))
-    return Reader(store.folder, read_mode or choose_read_mode(file_system(store.folder)))
+    return Reader(store.folder, choose_read_mode(file_system(store.folder)))
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:

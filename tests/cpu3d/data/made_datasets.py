@@ -12,17 +12,16 @@ import nibabel
 import numpy as np
 
 from cpu3d.data.cases.case import centres_of
-from cpu3d.data.files.arrays import encode
 from cpu3d.data.manifest import (
     ArrayFile,
     CaseRecord,
     Geometry,
     Manifest,
     SourceFile,
-    array_path,
     make_manifest,
 )
-from cpu3d.data.region import Region, whole
+from cpu3d.data.region import Region
+from cpu3d.data.stores.convert import write_arrays
 
 SUFFIXES = {
     "brats2017": ("_flair", "_t1", "_t1ce", "_t2", "_seg"),
@@ -178,25 +177,8 @@ def manifest_of(records, split=None, **changes) -> Manifest:
     return make_manifest(**{**fields, **changes})
 
 
-def stored_case(
-    folder: Path, image: np.ndarray, label: np.ndarray, stem: str = "a", kind: str = "npy"
-) -> CaseRecord:
+def stored_case(folder: Path, image: np.ndarray, label: np.ndarray, kind="npy") -> CaseRecord:
     """Write a case's arrays; returns their record."""
-    image_file = b"".join(map(bytes, encode(image, kind)))
-    label_file = b"".join(map(bytes, encode(label, kind)))
-    record = make_record(
-        stem,
-        channel_mean=(0.0,) * image.shape[3],
-        label_voxels={0: label.size},
-        shape=image.shape[:3],
-        stored=whole(image.shape[:3]),
-        format=kind,
-        files={
-            kind: ArrayFile(len(content), hashlib.sha256(content).hexdigest())
-            for kind, content in (("x", image_file), ("y", label_file))
-        },
-    )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
-    array_path(folder, record, "x").write_bytes(image_file)
-    array_path(folder, record, "y").write_bytes(label_file)
-    return record
+    record = make_record(channel_mean=(0.0,) * image.shape[3], shape=label.shape)
+    return write_arrays(folder, record, image, label, format_=kind, cropped=False)
