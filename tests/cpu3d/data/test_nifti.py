@@ -92,11 +92,6 @@ def test_a_file_that_is_empty_cut_or_something_else_is_refused(tmp_path, content
             read(tmp_path / "a.nii.gz")
 
 
-def test_a_volume_that_is_not_packed_is_read_whatever_its_name(tmp_path):
-    path = write_nifti(tmp_path / "a.nii", ZEROS).rename(tmp_path / "a.nii.gz")
-    assert read_volume(path)[0].shape == (2, 3, 4)
-
-
 @pytest.mark.parametrize(
     ("place", "content", "got"),
     [

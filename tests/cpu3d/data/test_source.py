@@ -253,13 +253,6 @@ def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
         np.testing.assert_allclose(patch, patch[0, 12, 12, 12, 0], atol=1e-3)
 
 
-def test_a_patch_as_large_as_a_volume_is_turned_as_it_is(phantom_store):
-    size = grid_size(phantom_store, extent="brain", multiple=16)
-    same = {"augment": EVERY, "stop": 12, "seed": 5}
-    patches = patch_dataset(phantom_store, size, sampling="centre", **same)
-    assert hashes(patches) == hashes(volume_dataset(phantom_store, **same))
-
-
 # --- Failures ---
 
 
@@ -291,7 +284,6 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
         ({"extent": "tile"}, "extent"),
         ({"dtype": "float64"}, "dtype"),
         ({"batch": 0}, "batch"),
-        ({"start": True}, "start"),
         ({"resolution": 0.7}, "resolution"),
         ({"grid": (64, 64)}, "grid"),
         ({"grid": (64, 64, 99.5)}, "grid"),

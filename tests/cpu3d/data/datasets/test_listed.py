@@ -74,6 +74,11 @@ def test_other_files_than_those_of_the_ending_are_left_alone(tmp_path):
     assert [path.name for path in case.images] == [f"a_{n:04d}.nii" for n in range(4)]
 
 
+def test_channels_are_taken_by_name_in_any_order(tmp_path):
+    (case,) = read_dataset(nnunet(tmp_path, 1)).with_channels(("t2", "FLAIR")).cases
+    assert [path.name[-11:] for path in case.images] == ["0003.nii.gz", "0000.nii.gz"]
+
+
 def test_labels_of_several_codes_are_regions_with_their_order_and_codes_get_names(tmp_path):
     labels = {**TUMOUR, "vessel": [7], "ignore": 9}
     dataset = read_dataset(nnunet(tmp_path, 1, labels=labels, regions_class_order=[1, 2, 3, 7]))
@@ -272,6 +277,10 @@ def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
         del content["training"][1]["fold"]
     (division,) = read_dataset(folder).folds
     assert division == {"train": ("BRATS_001", "BRATS_003"), "val": ("BRATS_000", "BRATS_002")}
+    with dataset_json(folder) as content:
+        for entry in content["training"]:
+            entry["fold"] = 0
+    assert read_dataset(folder).folds == ()
 
 
 # --- Regions by name ---
@@ -333,8 +342,8 @@ def test_other_regions_or_another_painting_for_a_finished_store_are_refused(tmp_
     with pytest.raises(InputError, match="regions are now all=1,2,3"):
         prepare(data, store, **ALL, regions={"all": (1, 2, 3)})
     with dataset_json(data) as content:
-        content["regions_class_order"] = [3, 1, 2]
-    with pytest.raises(InputError, match="regions_class_order"):
+        del content["regions_class_order"]
+    with pytest.raises(InputError, match=r"regions_class_order is now \[\]"):
         prepare(data, store, **ALL)
     assert open_store(store).manifest == before
 

@@ -6,7 +6,7 @@ import pytest
 from cpu3d.data.datasets.names import is_ignored
 from cpu3d.data.source import PatchSampling, patch_at, patch_dataset, volume_dataset
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from models.native.shared import IGNORED
@@ -61,6 +61,7 @@ def test_a_label_whose_name_says_so_is_in_no_region_and_keeps_its_name(capsys, s
         (LABELS, 1, "200 ignore, got 1"),
         ({"0": "background", "1": "tumour"}, 1, "got 1"),
         ({**LABELS, "201": "void"}, None, "200 ignore, 201 void"),
+        ({"background": 0, "all": [1, 2], "core": 2}, 2, "in no region, got 2 of all, core"),
     ],
 )
 def test_a_code_that_cannot_be_ignored_is_refused(tmp_path, labels, ignore, got):
@@ -85,6 +86,12 @@ def test_the_box_is_that_of_image_and_annotated_voxels_and_around_it_is_backgrou
     expected[box] = sparse_label()[box]
     np.testing.assert_array_equal(store.label("c_0"), expected)
     assert store.case("c_0").label_voxels[200] == 4 * 3
+
+
+def test_where_0_is_a_value_what_is_not_annotated_stays_so_beside_a_stored_box(tmp_path):
+    settings = StoreSettings(crop=True, normalise=("MRI=zscore",))
+    prepare(one_channel(tmp_path / "data"), tmp_path / "store", **ALL, settings=settings)
+    np.testing.assert_array_equal(open_store(tmp_path / "store").label("c_0"), sparse_label())
 
 
 def test_more_cases_come_with_the_same_code_ignored(tmp_path):
