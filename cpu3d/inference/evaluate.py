@@ -53,11 +53,11 @@ from cpu3d.inference.scores_file import (
     PREDICTIONS,
     SCHEMA,
     UNTOUCHED,
-    of_cases,
     ranked,
     read_scores,
     scores_path,
     scores_table,
+    summary_fields,
     warning,
 )
 from cpu3d.run.config_json import load_config
@@ -211,7 +211,7 @@ def evaluate_split(
             "regions": {name: list(codes) for name, codes in regions.items()},
             "label_codes": {str(code): name for code, name in meanings.items()},
             "peak_rss_bytes": peak_rss_bytes(),
-            **of_cases(cases),
+            **summary_fields(cases),
         }
         write_json(folder / "scores.json", content)
     return content

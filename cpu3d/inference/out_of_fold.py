@@ -16,10 +16,10 @@ from cpu3d.inference.scores_file import (
     FILES,
     PREDICTIONS,
     SCHEMA,
-    of_cases,
     outdated_scores,
     read_scores,
     scores_path,
+    summary_fields,
 )
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
@@ -85,7 +85,7 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
         "run": str(folder),
         "runs": origins,
         "peak_rss_bytes": max(peaks),
-        **of_cases(cases),
+        **summary_fields(cases),
     }
     return OutOfFold(
         scores=joined,

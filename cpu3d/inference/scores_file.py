@@ -115,7 +115,7 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
 
 
-def of_cases(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
+def summary_fields(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
     """The fields of scores.json that follow from its "cases"."""
     return {
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
