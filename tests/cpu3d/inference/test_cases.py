@@ -171,7 +171,6 @@ def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_pa
     assert "imagesTs" in problem_of([tmp_path / "data"], predictor_of())
 
 
-TWO = {"left": (1,), "right": (2,)}  # regions that nothing is common to
 BOTH_SIDES = {"background": 0, "Left": 9, "right": 8}
 
 
@@ -183,7 +182,7 @@ def test_regions_are_painted_in_the_order_of_the_run_alone(tmp_path, labels, ord
     folder = write_list(tmp_path, STORE, "channel_names", labels=labels, regions_class_order=order)
     numbered(folder, "x")
     predictor = predictor_of()
-    predictor.regions = PaintedRegions(TWO, [("right", 2), ("left", 1)])
+    predictor.regions = PaintedRegions({"left": (1,), "right": (2,)}, [("right", 2), ("left", 1)])
     predictor.labels = {0: "background", 1: "left", 2: "right"}
     (case,) = cases_to_predict([folder], predictor).cases
     assert (case.files.case_id, case.codes_of) == ("x", str(tmp_path / "dataset.json"))
@@ -209,7 +208,6 @@ BOTH = ("T1w", "t1gd")
     ("names", "inputs", "is_told"),
     [
         ("x_T1_Gd.NII.GZ", ("t1gd",), True),
-        ("case_0000.nii", ("t1gd",), False),
         ("case_0002.nii", ("t1gd",), True),
         ("one.nii one_seg.nii", ("T1w",), True),
         ("one.nii two.nii", BOTH, True),

@@ -65,7 +65,6 @@ def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it
     assert content["label_codes"] == {str(code): name for code, name in LABELS.items()}
     for name, codes in REGIONS.items():
         assert content["volumes_ml"][name] == pytest.approx(np.isin(expected, codes).sum() * 2e-3)
-    assert content["sources"][0]["path"] == "a.nii.gz"
     assert (content["run"], content["fold"], content["weights"]) == (str(tiny_run), "", "last")
     how = {"window": None, "one_pass": True, "overlap": 0.5, "flips": True}
     assert content["inference"] == how
@@ -249,7 +248,6 @@ MINE = b'{"schema": 1, "files": ["a.json"]}'  # an expert's week of work
     [
         ("whole", "a.nii.gz"),
         ("killed before its label", "a.nii.gz"),
-        ("killed after its page", "a.nii.gz"),
         ("none", "a.nii.gz"),
         ("none", "a.json"),
         ("whole", "a.html"),
@@ -263,8 +261,6 @@ def test_what_predict_has_not_written_is_never_overwritten(call, out, killed_at,
         call()
     if state == "killed before its label":
         killed_at("write_bytes", False)
-    elif state == "killed after its page":
-        killed_at("write_case_page", True, "--page")
     (out / name).write_bytes(MINE)
     more = {"a.html": ["--page"], "a_WT_probability.nii.gz": ["--probabilities"]}
     with pytest.raises(InputError, match=f"{name} must not be overwritten"):
