@@ -1,0 +1,29 @@
+"""Numbers of the loss, the optimizers and the network, as papers and records have them."""
+
+import math
+
+import pytest
+
+from models.config import UNetConfig
+from models.layers import PRIOR_LOGIT
+from models.losses import Sums, dice_cross_entropy
+from models.optimizers import OPTIMIZERS
+
+
+def test_the_loss_is_that_worked_out_by_hand():
+    # Errors are 3 + 4 - 2 * 2; the score is (2 * 2 + 1) / (3 + 4 + 1).
+    loss = dice_cross_entropy(Sums(cross_entropy=6.0, overlap=2.0, predicted=3.0, true=4.0))
+    assert float(loss) == pytest.approx(1 - 5 / 8 + 0.1 * (6 - 3) / (3 + 1))
+
+
+def test_muon_forgets_as_its_paper_says():
+    assert OPTIMIZERS["muon"].momentum == 0.95
+
+
+def test_a_region_is_expected_in_one_voxel_of_twenty():
+    assert 1 / (1 + math.exp(-PRIOR_LOGIT)) == pytest.approx(0.05, rel=1e-3)
+
+
+def test_lean_samples_no_more_channels_up_at_a_time_than_the_skip_has():
+    config = UNetConfig(network="cicek2016", policy="lean")
+    assert config.up_parts(0) == [(0, 32), (32, 64)]
