@@ -29,7 +29,7 @@ EVERY = AUGMENTS["nnunet"]
 
 
 def test_a_channel_is_ct_by_its_name():
-    ct = ["ct", "Computed Tomography", "portalCT", "PET/CT", "DECT"]
+    ct = ["ct", "Computed Tomography", "portalCT", "PET/CT"]
     assert list(filter(is_ct, [*ct, "CT1", "T1ct", "FLAIR", "direct"])) == ct
 
 
