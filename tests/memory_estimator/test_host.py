@@ -52,7 +52,6 @@ def test_only_the_memory_of_allowed_nodes_is_free(xeon, status, numa_maps, nodes
     write_line(xeon, "proc/self/numa_maps", numa_maps)
     host = read_host(xeon)
     assert host.free_bytes == pytest.approx(nodes * 0.97 * 768 * GIB, abs=GIB)
-    assert host.memory_bytes == 1536 * GIB
 
 
 @pytest.mark.parametrize(
@@ -132,12 +131,11 @@ def test_the_cgroup_on_the_way_up_that_leaves_least_decides(big, job_used, left)
     assert (host.free_bytes, host.cpu_quota) == (left * GIB, 8.0)
 
 
-@pytest.mark.parametrize(("time", "quota", "usable"), [(63, 63.0, 63), (64, None, 64)])
-def test_a_quota_of_all_the_cpus_or_more_is_none(big, time, quota, usable):
+@pytest.mark.parametrize(("time", "quota"), [(63, 63.0), (64, None)])
+def test_a_quota_of_all_the_cpus_or_more_is_none(big, time, quota):
     """A pod of Kubernetes whose CPUs are its own."""
     write_line(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")
-    host = read_host(big)
-    assert (host.cpu_quota, host.usable_cores) == (quota, usable)
+    assert read_host(big).cpu_quota == quota
 
 
 def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):

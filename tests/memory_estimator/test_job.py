@@ -41,7 +41,7 @@ def test_a_job_that_cannot_be_is_refused(changes, message):
 
 def test_every_option_reaches_the_job():
     line = (
-        "--shape 64 80 96 --batch 4 --micro-batch 2 --classes 2 --network cicek2016 --norm batch "
+        "--shape 64 80 96 --batch 4 --micro-batch 2 --classes 2 --network cicek2016 "
         "--residual --dtype float32 --optimizer sgd --policy lean --engine stock --threads 3 "
         "--strides 2,2,1 2,2,2 1,2,2"
     )
@@ -49,7 +49,6 @@ def test_every_option_reaches_the_job():
         outputs=2,
         depth=4,
         network="cicek2016",
-        norm="batch",
         residual=True,
         policy="lean",
         strides=((2, 2, 1), (2, 2, 2), (1, 2, 2)),

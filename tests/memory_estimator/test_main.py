@@ -14,6 +14,7 @@ from cpu3d.distributed import all_reduce
 from memory_estimator import scaling
 from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
+from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import POLICIES, UNetConfig
@@ -146,7 +147,9 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
     # One has two of three cases of a validation; the chief alone decides what is done after it.
     for part, share in (("steps_s", 1 / 2), ("validation_s", 2 / 3), ("postprocessing_s", 1)):
         assert shared["run"][part] == pytest.approx(share * alone["run"][part])
-    # Both share the host's memory.
+    # Both share the host's cores and memory.
+    on_all_cores = answer(f"--run {tmp_path} --host-memory 64GiB", capsys)
+    assert on_all_cores["job"]["threads"] == max(1, read_host().usable_cores // 2)
     memory = f"--host-memory {2 * shared['upper_bound_bytes'] - 2}B"
     of_workers(2, memory, 3)
     of_workers(1, memory)
@@ -222,7 +225,7 @@ def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
         (f"--shape 64 64 {'9' * 400}", "shape must fit into 32 bits, got 999"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),
-        ("--batch 2", "--shape must be given, got none"),
+        ("--store there --shape 64 64 64", "--shape must come without --store"),
         ("--run there --hosts 2", "--hosts must come without --store and --run"),
         ("--run there --spacing 1 1 5", "--spacing must come without --run"),
     ],
