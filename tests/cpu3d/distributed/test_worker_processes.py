@@ -146,6 +146,7 @@ def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code)
     error = failure([job(rank, script) for rank, script in enumerate(scripts)])
     assert str(error).startswith(f"worker {culprit} on")
     assert error.exit_code == code
+    assert ("SIGKILL" in str(error)) == (KILLED in scripts)
     all_lost = all("exit(6)" in script for script in scripts)
     assert ("see the logs of the other hosts" in str(error)) == all_lost
 
