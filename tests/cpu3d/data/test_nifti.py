@@ -225,6 +225,7 @@ def test_steps_of_a_sheared_grid_give_its_distances_and_volumes(tmp_path, degree
     apart = np.random.default_rng(0).integers(-9, 9, (50, 3))
     expected = np.linalg.norm(apart @ (affine[:3, :3] * flips).T, axis=1)
     assert np.linalg.norm(apart @ steps.T, axis=1) == pytest.approx(expected, rel=1e-5)
+    assert min(np.diagonal(steps)) > 0
     assert np.prod(np.diagonal(steps)) == pytest.approx(2 * np.cos(np.radians(degrees)), rel=1e-5)
     assert ras_spacing_mm(geometry) == pytest.approx((1, 1, 2), rel=1e-5)
     if not degrees:  # turned alone: as the spacing, to the bit

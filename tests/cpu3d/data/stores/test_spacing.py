@@ -73,13 +73,6 @@ def test_only_the_training_cases_decide(tmp_path):
     assert (manifest.split["test"], manifest.target_spacing_mm) == (("c",), None)
 
 
-def test_a_chosen_spacing_holds_for_cases_that_agree(tmp_path, capsys):
-    data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
-    manifest = prepare(data, tmp_path / "store", **ALL, spacing=(2.0, 2.0, 2.0))
-    assert "2 x 2 x 2 mm, 3 cases resampled" in capsys.readouterr().out
-    assert {record.shape for record in manifest.cases} == {(24, 20, 16)}
-
-
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_store_stays_at_the_spacing_that_it_was_begun_with(data, tmp_path, finished):
     store = tmp_path / "store"
