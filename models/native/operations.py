@@ -23,8 +23,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from models.native.library import does_not_load, native_operations
 from models.native.shared import KIND_CODES, WITH_SUMS
-
-HALVED = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
+from models.strides import EVERY_AXIS
 
 
 class Norm(NamedTuple):
@@ -126,7 +125,7 @@ def operate(
     others: Sequence[tf.Tensor] = (),
     filters: Any = None,
     bias: Optional[tf.Tensor] = None,
-    strides: Sequence[int] = HALVED,
+    strides: Sequence[int] = EVERY_AXIS,
 ) -> Made:
     """An operation on one map, of a kind of models/program.py:
 
@@ -216,7 +215,7 @@ def _run(
     others: Sequence[tf.Tensor],
     *floats: Optional[tf.Tensor],
     made: Sequence[Optional[int]] = (),
-    strides: Sequence[int] = HALVED,
+    strides: Sequence[int] = EVERY_AXIS,
 ) -> Made:
     """`floats` are filters, bias, coefficients and other coefficients, if any; `made` is the shape
     of the map, or of the map that has the sums. `strides` are between two grids."""
