@@ -65,6 +65,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
         assert variant.settings["validations"] == few["whole"].steps
     (timed,) = courses(phantom_store, {"whole": SMALL}, minutes=3).values()
     assert (timed.steps, timed.settings["budget_minutes"]) == (None, 3)
+    assert timed.settings["epochs"] == 3 * 60 * 1000 / 4, "steps of a millisecond: no limit"
 
 
 def test_variants_have_the_network_of_the_first_unless_they_choose_another(phantom_store):
