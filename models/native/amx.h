@@ -102,7 +102,6 @@ ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right)
 static _Thread_local struct {
     int rows, depth;
     uint32_t tile[8][16][16];
-    long count[TILE_COUNTS];
 } tiles_in_c;
 
 static void tile_config(int rows, int depth)
@@ -112,13 +111,7 @@ static void tile_config(int rows, int depth)
     tiles_in_c.depth = depth;
 }
 
-/* Adds what was counted since tile_config to that of all threads. */
-static void tile_release(void)
-{
-    for (int i = 0; i < TILE_COUNTS; i++)
-        __atomic_fetch_add(&tile_counts[i], tiles_in_c.count[i], __ATOMIC_RELAXED);
-    memset(&tiles_in_c, 0xff, sizeof tiles_in_c);
-}
+static void tile_release(void) { memset(&tiles_in_c, 0xff, sizeof tiles_in_c); }
 
 static int tile_rows(int tile) { return tile < 6 ? tiles_in_c.rows : tiles_in_c.depth; }
 static size_t tile_row_bytes(int tile)
@@ -130,8 +123,6 @@ static void tile_zero(int tile) { memset(tiles_in_c.tile[tile], 0, sizeof tiles_
 
 static void tile_load(int tile, const void *from, size_t stride)
 {
-    tiles_in_c.count[LOADS]++;
-    tiles_in_c.count[LOADED_BYTES] += tile_rows(tile) * tile_row_bytes(tile);
     for (int row = 0; row < tile_rows(tile); row++)
         memcpy(tiles_in_c.tile[tile][row], (const char *)from + row * stride, tile_row_bytes(tile));
 }
@@ -144,8 +135,6 @@ static void tile_store(int tile, void *to, size_t stride)
 
 static void tile_multiply_add(int sum, int left, int right)
 {
-    tiles_in_c.count[PRODUCTS]++;
-    tiles_in_c.count[MULTIPLICATIONS] += tiles_in_c.rows * tiles_in_c.depth * 2 * 16;
     for (int row = 0; row < tiles_in_c.rows; row++)
         for (int c = 0; c < 16; c += LANES) {
             /* of the first and of the second of each pair */

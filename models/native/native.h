@@ -76,11 +76,6 @@ struct kernels {
     double (*products)(int threads, long repeats);
 };
 
-/* What tiles in plain C have done so far in this process: instructions, values that were multiplied
-   and bytes that were loaded; 0 with tiles in hardware. */
-enum { PRODUCTS, MULTIPLICATIONS, LOADS, LOADED_BYTES, TILE_COUNTS };
-extern long tile_counts[TILE_COUNTS];
-
 /* pool.c: what follows is for one operation at a time, which waits for the one before it. */
 void begin_operation(void);
 void end_operation(void);

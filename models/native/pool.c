@@ -28,8 +28,6 @@ static struct {
     void *argument;
 } pool = {.operation = PTHREAD_MUTEX_INITIALIZER};
 
-long tile_counts[TILE_COUNTS];
-
 /* --- Time on paper: what operations would take with a core for each thread. It is the CPU time of
    the caller, but of the threads of a call that of the busiest one alone. While it is counted they
    compute one after the other, so that none takes another's core or cache; and in one memory, which
