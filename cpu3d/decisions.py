@@ -12,15 +12,13 @@ from typing import Dict, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
-from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import field_of
-from cpu3d.data.store import Store, check_names, grid_size
-from cpu3d.data.stores.store_decisions import depth_of_store, strides_of_store
+from cpu3d.data.region import NO_GRID, Shape3
+from cpu3d.data.store import Store, case_extent, check_names
+from cpu3d.data.stores.store_decisions import depth_of_store, median_extent, strides_of_store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device, why_no_card
 from cpu3d.run.transfer import Transfer, network_of_init, open_transfer
 from cpu3d.settings import (
-    NO_GRID,
     Chosen,
     RunConfig,
     Settings,
@@ -38,7 +36,6 @@ from models.strides import (
     Strides,
     coarse_grid,
     depth_line,
-    network_grid,
     shape3,
     strides_line,
 )
@@ -114,18 +111,18 @@ def _levels(
         if is_open or source.depth == depth:
             line = strides_line(source.every_stride, f"those of --init {settings.init}")
             return source.depth, source.strides, {"strides": line}
-    extent = grid_size(store, extent=settings.extent, multiple=1)
-    patch: Optional[Shape3] = None
+    shape = median_extent(store, settings.extent)
+    what = "the median case"
     if settings.is_patch:
-        patch = shape3(chosen.get("patch") or USUAL_PATCH)
-        extent = shape3(map(min, patch, extent))
+        shape = shape3(map(min, chosen.get("patch") or USUAL_PATCH, shape))
+        what = "a patch of the median case"
     reasons: Dict[str, str] = {}
     if is_open:
         most = depth
-        depth, reason = depth_of_store(store, settings.extent, most, patch)
+        depth, reason = depth_of_store(store, shape, most, what)
         if depth < most:
             reasons["depth"] = depth_line(depth, reason)
-    strides, reason = strides_of_store(store, extent, depth)
+    strides, reason = strides_of_store(store, shape, depth)
     every_stride = UNetConfig(depth=depth, strides=strides).every_stride
     reasons["strides"] = strides_line(every_stride, reason)
     return depth, strides, reasons
@@ -134,12 +131,14 @@ def _levels(
 def _with_grid(
     config: RunConfig, store: Store, wanted: Optional[Sequence[int]], card: Optional[Gpu]
 ) -> RunConfig:
-    """The run with the grid that its network sees, and that of its coarse steps: all of the extent,
-    or the `wanted` patch, by itself the largest that fits the card, on a CPU the usual one; and as
-    many patches of a case as have its number of voxels."""
+    """The run with its largest grid, and that of its coarse steps: of whole volumes, or the
+    `wanted` patch, by itself the largest that fits the card, on a CPU the usual one; and as many
+    patches of a case as have the voxels of the median one. Whether there are coarse steps by
+    themselves is decided by the median case."""
     divisors = config.unet.divisors
-    extent = grid_size(store, extent=config.extent, multiple=1)
-    grid = network_grid(extent, (1, 1, 1), divisors)
+    extent = largest_extent(store, config)
+    median = median_extent(store, config.extent)
+    grid = config.grid_of(extent)
     patches_per_case = 1
     if config.is_patch:
         volume = grid
@@ -150,19 +149,20 @@ def _with_grid(
         else:
             grid = planner.usual_patch(volume, divisors)
         planner.check_patch(grid, volume, divisors)
-        patches_per_case = max(round(math.prod(volume) / math.prod(grid)), 1)
+        patches_per_case = max(round(math.prod(config.grid_of(median)) / math.prod(grid)), 1)
         extent = grid
+        median = grid
     coarse_shape = NO_GRID
     if config.curriculum != "off":
-        coarse = coarse_grid(extent, config.unet.stride(0), divisors, 1.0)
+        coarse = coarse_grid(median, config.unet.stride(0), divisors)
         if config.curriculum == "half" and not coarse.is_possible:
             halved = zip("XYZ", config.unet.stride(0), divisors)
             below = [f"{2 * divisor} along {axis}" for axis, step, divisor in halved if step == 2]
-            rule = f"--curriculum must be off if half of {by(grid)} is below {' or '.join(below)}"
+            rule = f"--curriculum must be off if half of {by(median)} is below {' or '.join(below)}"
             todo = "leave it out, or choose a smaller --depth"
             raise InputError(f"{rule}, got half, a grid of {by(coarse.grid)}; {todo}")
         if coarse.is_taken or config.curriculum == "half":
-            coarse_shape = coarse.grid
+            coarse_shape = coarse_grid(extent, config.unet.stride(0), divisors).grid
     return dataclasses.replace(
         config,
         grid=grid,
@@ -172,11 +172,13 @@ def _with_grid(
     )
 
 
-def volume_shape(store: Store, config: RunConfig) -> Shape3:
-    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box
-    that holds every case and the network's field."""
-    extent = grid_size(store, extent=config.extent, multiple=1)
-    return field_of(config.grid, config.resolution_by_axis, at_least=extent)
+def largest_extent(store: Store, config: RunConfig) -> Shape3:
+    """Voxels X, Y, Z of the case whose grid is the largest, without what it is rounded up by; of
+    a micro-batch of several cases, which have one grid, the largest along each axis."""
+    extents = [case_extent(record, config.extent) for record in store.manifest.cases]
+    if config.micro > 1 and not config.is_patch:
+        return shape3(map(max, zip(*extents)))
+    return max(extents, key=lambda extent: math.prod(config.grid_of(extent)))
 
 
 def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job:

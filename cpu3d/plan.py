@@ -16,9 +16,16 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.region import Shape3
-from cpu3d.data.store import Store, grid_size, open_store
+from cpu3d.data.resolution import field_of
+from cpu3d.data.store import Store, case_extent, open_store
 from cpu3d.data.windows import window_count
-from cpu3d.decisions import check_device, decide, job_of, micro_batch_of, volume_shape
+from cpu3d.decisions import (
+    check_device,
+    decide,
+    job_of,
+    largest_extent,
+    micro_batch_of,
+)
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
@@ -53,6 +60,7 @@ from memory_estimator.training import ExtraMemory, Forecast, Schedule
 from models.engine import check_layers
 from models.strides import strides_line
 
+KEPT_REASONS = ("depth", "strides", "policy")  # of what a run that continues does not decide anew
 NO_RUN = Path("/nonexistent")  # the folder of a plan that is of no run
 
 
@@ -98,6 +106,13 @@ class Plan:
         return 1 if "validations" in self.chosen else self.steps_per_epoch
 
     @property
+    def case_share(self) -> float:
+        """The share of the training cases in the voxels of their grids: the rest is what they are
+        rounded up by."""
+        extents = [case_extent(case, self.config.extent) for case in self.store.cases("train")]
+        return sum(map(math.prod, extents)) / sum(map(math.prod, grids_of(self.config, self.store)))
+
+    @property
     def job(self) -> Job:
         """The run as a job of the estimator, on one thread."""
         manifest = self.store.manifest
@@ -132,7 +147,6 @@ class Plan:
             "chosen": dict(self.chosen),
             "engine": self.job.engine,
             "micro_batch": self.config.micro,
-            "volume_shape": list(volume_shape(self.store, self.config)),
             "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
@@ -144,7 +158,7 @@ class Plan:
             "run": self.forecast.run_json() if self.forecast else None,
             "job": self.job.fields(),  # which `estimate --run` starts from
             "schedule": dataclasses.asdict(self.schedule),  # likewise
-            "smaller_grids": smaller_grids(self.config, self.store),  # likewise
+            "smaller_grids": smaller_grids(self.config),  # likewise
             "config": self.config.to_json(),
         }
 
@@ -278,7 +292,7 @@ def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
         notes=notes,
         schedule=plan.schedule,
         strides_why=line[len(decided) :],
-        grids=smaller_grids(plan.config, plan.store),
+        grids=smaller_grids(plan.config),
     )
 
 
@@ -292,18 +306,15 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 def schedule_of(config: RunConfig, store: Store, steps: int) -> Schedule:
     """What a run of so many steps does besides its full steps, on a store as its fold sees it."""
-    judged_shape: Optional[Shape3] = None  # the largest grid that validation cases are scored on
-    labelled = 0
-    cases_with = dict.fromkeys(config.regions, 0)
-    for record in store.cases("val"):
-        labelled += record.has_label
-        shape = record.scored_shape
-        if judged_shape is None or math.prod(shape) > math.prod(judged_shape):
-            judged_shape = shape
-        for name in cases_with:
-            cases_with[name] += not record.label_voxels.keys().isdisjoint(config.region_codes[name])
+    held_out = store.cases("val")
+    shapes = [record.scored_shape for record in held_out]
+    judged_shape = max(shapes, key=math.prod, default=None)  # the largest that is scored
     scored_voxels = math.prod(judged_shape or store.manifest.largest_shape)
-    if max(cases_with.values(), default=0) < LEAST_CASES:  # then no network need be asked
+    labelled = sum(record.has_label for record in held_out)
+    cases_with = []  # of each region
+    for codes in config.codes_by_region.values():
+        cases_with.append(sum(not set(codes).isdisjoint(each.label_voxels) for each in held_out))
+    if max(cases_with, default=0) < LEAST_CASES:  # then no network need be asked
         labelled = 0
         judged_shape = None
     schedule = Schedule(
@@ -311,11 +322,12 @@ def schedule_of(config: RunConfig, store: Store, steps: int) -> Schedule:
         extra=_extra_memory(config, store, judged_shape),
         budget_s=60 * config.budget_minutes if config.has_open_length else None,
         validations=config.validations,
-        held_out=len(store.manifest.split["val"]),
+        held_out=len(held_out),
         windows=_windows(config, store),
         decided=labelled,
         flips=2 ** len(config.mirrored_axes),
         scored_voxels=scored_voxels,
+        grids=() if config.is_patch else tuple(grids_of(config, store)),
     )
     if not config.coarse_steps:
         return schedule
@@ -326,18 +338,23 @@ def schedule_of(config: RunConfig, store: Store, steps: int) -> Schedule:
         coarse_shape=first.grid,
         coarse_extra=_extra_memory(first, store, judged_shape),
         coarse_windows=_windows(first, store),
+        coarse_grids=() if config.is_patch else tuple(grids_of(first, store)),
     )
 
 
-def smaller_grids(config: RunConfig, store: Store) -> List[Tuple[str, Shape3]]:
+def grids_of(config: RunConfig, store: Store) -> List[Shape3]:
+    """The grids of whole training cases as a step at this resolution sees them, the smallest
+    first."""
+    extents = [case_extent(record, config.extent) for record in store.cases("train")]
+    return sorted(map(config.grid_of, extents), key=math.prod)
+
+
+def smaller_grids(config: RunConfig) -> List[Tuple[str, Shape3]]:
     """Smaller grids that a run could have, each with its option, the smallest first."""
-    if config.is_patch:
-        *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisors)
-        return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
-    if config.extent == "brain":
+    if not config.is_patch:
         return []
-    brain = grid_size(store, extent="brain", multiple=config.unet.divisors)
-    return [("--extent brain", brain)]
+    *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisors)
+    return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
 
 
 def _extra_memory(config: RunConfig, store: Store, judged_shape: Optional[Shape3]) -> ExtraMemory:
@@ -346,7 +363,8 @@ def _extra_memory(config: RunConfig, store: Store, judged_shape: Optional[Shape3
     manifest = store.manifest
     whole: Optional[Shape3] = None
     if (config.is_patch or config.is_coarse) and manifest.split["val"]:
-        whole = volume_shape(store, config)  # a validation sees more than a step
+        extent = largest_extent(store, config)  # a validation sees more than a step
+        whole = field_of(config.grid_of(extent), config.resolution_by_axis)
     return ExtraMemory(
         volume_shape=whole,
         resolution=config.resolution_by_axis,
@@ -358,10 +376,11 @@ def _extra_memory(config: RunConfig, store: Store, judged_shape: Optional[Shape3
 
 
 def _windows(config: RunConfig, store: Store) -> int:
-    """The windows that cover a whole volume."""
+    """The windows that cover the median case."""
     if not config.is_patch:
         return 1
-    return window_count(volume_shape(store, config), config.grid)
+    grids = grids_of(config, store)
+    return window_count(grids[len(grids) // 2], config.grid)
 
 
 # --- A new run ---
@@ -411,7 +430,12 @@ def _continued(
             problems.append(f"{rule}, got {given}; leave it out, or train into another folder")
     raise_if_any(problems)
     in_all = chosen_again(before, chosen)
-    plan = Plan(config, split, True, workers, in_all, done)
+    reasons = {
+        name: why
+        for name, why in kept_plan.get("reasons", {}).items()
+        if name in KEPT_REASONS and name not in chosen
+    }
+    plan = Plan(config, split, True, workers, in_all, done, reasons=reasons)
     steps = plan.steps
     if not config.has_open_length and steps < done:
         rule = f"steps must be at least {done}, which the run has"

@@ -9,10 +9,10 @@ from typing import List, Sequence, Tuple
 
 from cpu3d.data.cases.notes import absence_line, absent_regions, left_out_of_mean
 from cpu3d.data.labels import mirror_pair
-from cpu3d.decisions import volume_shape
+from cpu3d.data.stores.store_decisions import grids_text
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of, check_card
-from cpu3d.plan import Plan, smaller_grids
+from cpu3d.plan import Plan, grids_of, smaller_grids
 from cpu3d.run.transfer import SEEN, init_rows
 from cpu3d.util.records import listed
 from memory_estimator import planner
@@ -78,7 +78,7 @@ def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
         options = planner.nearest(full.job, estimator, free_bytes, same_training=True)
         fits += "" if options else ", as a run in another folder"
     if not options:
-        grids = smaller_grids(plan.config, plan.store)
+        grids = smaller_grids(plan.config)
         options = planner.nearest(full.job, estimator, free_bytes, grids=grids)
     smaller = f"{fits}: {'; '.join(map(str, options)) or 'no smaller setting'}"
     rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
@@ -110,10 +110,11 @@ def _input_lines(plan: Plan) -> List[str]:
     if config.fold:
         split += f", fold {config.fold}"
     cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
-    volume = by(volume_shape(plan.store, config), " x ")
-    sees = f"{config.mode}, {by(config.grid, ' x ')} of {volume} ({config.extent})"
+    grids = grids_text(grids_of(config, plan.store))
+    sees = f"whole, {grids} ({config.extent})"
     if config.is_patch:
-        sees += f", {config.patches_per_case} of a case an epoch"
+        patches = f"{config.patches_per_case} of a case an epoch"
+        sees = f"patch, {by(config.grid, ' x ')} of {grids} ({config.extent}), {patches}"
     names = f"{', '.join(config.channels)} -> {', '.join(config.regions)}"
     place = f"{plan.store.folder}, {counted(len(manifest.cases), 'case')}"
     return [_named("store", f"{place}, {split}: {cases}"), _named("input", f"{sees}, {names}")]
@@ -161,7 +162,7 @@ def _forecast_lines(plan: Plan, forecast: Forecast, host: Host) -> List[str]:
     lines = ["", *steps_table(forecast).lines(), ""]
     fits = verdict(forecast.upper_bound_bytes, host.free_bytes, "free")
     lines.append(_named("memory", f"{fits} ({full.margin})"))
-    epoch = f"an epoch of full steps {format_seconds(full.epoch_s)}"
+    epoch = f"an epoch of full steps {format_seconds(forecast.epoch_s)}"
     lines.append(_named("time", f"{time_line(forecast)}; {epoch}"))
     if plan.done:
         left = f"about {format_seconds(plan.left_s)} after step {plan.done}"

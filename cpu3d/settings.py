@@ -18,11 +18,11 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.data.augment import AUGMENTS, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.region import EXTENTS
+from cpu3d.data.region import EXTENTS, NO_GRID
 from cpu3d.errors import InputError
 from cpu3d.store_facts import StoreFacts
 from memory_estimator.common.schema import check, option, to_command_line
@@ -36,7 +36,7 @@ from memory_estimator.job import (
 )
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.optimizers import OPTIMIZERS
-from models.strides import Resolution3, lowered
+from models.strides import Resolution3, lowered, network_grid, shape3
 from models.weights import FREEZE
 
 COARSE_SHARE = fractions.Fraction(5, 6)
@@ -57,8 +57,6 @@ VALIDATIONS = 20
 epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
 
 LEAST_CASES = 2  # that must have a region before post-processing removes anything of it
-
-NO_GRID = (0, 0, 0)  # the coarse grid of a run without coarse steps
 
 _data = functools.partial(option, group="data")
 _patches = functools.partial(option, group="patches")
@@ -220,7 +218,8 @@ class Decided:
     """What a plan decides of a run that no setting gives."""
 
     grid: Tuple[int, int, int] = NO_GRID
-    """Voxels X, Y, Z that the network sees: a patch, or all of the extent."""
+    """Voxels X, Y, Z of a patch, or of the largest case, whose step takes most memory. A step on
+    whole volumes has the grid of its own cases."""
     coarse_grid: Tuple[int, int, int] = NO_GRID
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge,
     along the axes that the network's first level halves."""
@@ -262,6 +261,10 @@ class RunConfig(Decided, Settings, StoreFacts):
     def resolution_by_axis(self) -> Resolution3:
         """The share of the store's voxels along X, Y, Z that volumes are averaged down to."""
         return lowered(self.resolution, self.unet.stride(0))
+
+    def grid_of(self, extent: Sequence[int]) -> Tuple[int, int, int]:
+        """The network's voxels X, Y, Z for a whole volume of this extent."""
+        return network_grid(shape3(extent), self.resolution_by_axis, self.unet.divisors)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then half a

@@ -15,7 +15,7 @@ set_up()  # before TensorFlow: this host's threads, oneDNN, and Keras 2 if tf.ke
 import tensorflow as tf
 
 from cpu3d.data.phantoms.command import write_phantom
-from cpu3d.data.source import grid_size, open_store, volume_dataset
+from cpu3d.data.source import open_store, volume_dataset
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice
 from models.config import UNetConfig
@@ -29,15 +29,15 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
     cases = len(store.cases("train"))
     channels = len(store.manifest.channels)
     unet = UNetConfig(channels=channels, outputs=len(regions), filters=8, depth=3)
-    grid = grid_size(store, extent="brain", multiple=unet.divisors)
+    sizes = {"multiple": unet.divisors}  # each volume has its own, which the network can halve
 
-    model = build_unet3d(unet, grid, batch_size=1)
+    model = build_unet3d(unet, batch_size=1)
     model.compile(
         optimizer=tf.keras.optimizers.Adam(3e-3),
         loss=DiceCrossEntropy(),
         metrics=[RegionDice(index, name) for index, name in enumerate(regions)],
     )
-    held_out = volume_dataset(store, split="val", shuffle=False, grid=grid)
+    held_out = volume_dataset(store, split="val", shuffle=False, **sizes)
     keep_best = tf.keras.callbacks.ModelCheckpoint(str(out / "best.keras"), save_best_only=True)
     fit = {
         "steps_per_epoch": cases,
@@ -47,21 +47,21 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
     }
     # One dataset for all epochs: a dataset of one epoch would give each the same order.
     half = epochs // 2
-    volumes = volume_dataset(store, stop=half * cases, grid=grid)
+    volumes = volume_dataset(store, stop=half * cases, **sizes)
     history = model.fit(volumes, epochs=half, **fit).history
     model.save(str(out / "last.keras"))
 
     # Later, in another process: the same weights, optimizer, loss and metrics, and the next
     # volumes.
     model = tf.keras.models.load_model(str(out / "last.keras"))
-    rest = volume_dataset(store, start=half * cases, stop=epochs * cases, grid=grid)
+    rest = volume_dataset(store, start=half * cases, stop=epochs * cases, **sizes)
     again = model.fit(rest, initial_epoch=half, epochs=epochs, **fit).history
     model.save(str(out / "last.keras"))
 
-    probabilities = tf.sigmoid(model.predict(held_out, verbose=0))  # (cases, X, Y, Z, regions)
-    for index, name in enumerate(regions):
-        share = float(tf.reduce_mean(probabilities[..., index]))
-        print(f"{name}: {100 * share:.2f} % of the voxels")
+    for image, _ in held_out:
+        shares = tf.reduce_mean(tf.sigmoid(model(image, training=False)), (0, 1, 2, 3))
+        listed = ", ".join(f"{name} {share:.2%}" for name, share in zip(regions, shares.numpy()))
+        print(f"{listed} of {' x '.join(map(str, image.shape[1:4]))} voxels")
     return history["loss"] + again["loss"]
 
 

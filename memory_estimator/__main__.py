@@ -192,6 +192,7 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
 
     content = forecast.full.to_json()
     content["upper_bound_bytes"] = forecast.upper_bound_bytes
+    content["epoch_s"] = forecast.epoch_s
     content["host_memory_bytes"] = host_bytes
     content["workers"] = workers
     content["fits"] = forecast.upper_bound_bytes <= memory_bytes
@@ -263,7 +264,7 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Bl
     if content["workers"] > 1:
         share = "memory and time of its share of each batch"
         blocks.append(f"of one of {content['workers']} workers, {share}")
-    blocks += _tables(forecast.full, content["constants"]["basis"])
+    blocks += _tables(forecast, content["constants"]["basis"])
     if forecast.schedule.steps:
         steps = steps_table(forecast)
         blocks.append(dataclasses.replace(steps, title="The run that `train` plans"))
@@ -275,11 +276,12 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Bl
     return blocks
 
 
-def _tables(predicted: Estimate, basis: str) -> List[Block]:
+def _tables(forecast: Forecast, basis: str) -> List[Block]:
     """The bill, the predictions with their errors, and the source of the seconds."""
+    predicted = forecast.full
     time_error = predicted.error("step_s")
     of_epoch = "add --cases N"
-    if predicted.epoch_s is not None:
+    if forecast.epoch_s is not None:
         of_epoch = f"{time_error}; {predicted.job.cases} cases, validation not counted"
     figures = []
     if predicted.allocator_peak_bytes:  # it counts no tensors below 256 KiB
@@ -291,7 +293,7 @@ def _tables(predicted: Estimate, basis: str) -> List[Block]:
         ("upper bound", format_bytes(predicted.upper_bound_bytes), predicted.margin),
         ("step", format_seconds(predicted.step_s), time_error),
         ("volume", format_seconds(predicted.volume_s), time_error),
-        ("epoch", format_seconds(predicted.epoch_s), of_epoch),
+        ("epoch", format_seconds(forecast.epoch_s), of_epoch),
     ]
     errors = "prediction error: unknown, as nothing similar was measured"
     if predicted.kind:

@@ -212,6 +212,11 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     )
 
 
+def seconds_of_step(job: Job, constants: HostConstants) -> float:
+    """Seconds of a step of `job` alone, as of its `estimate`."""
+    return step_seconds(step_of(job, constants.instructions), constants, job)
+
+
 def run_use(steps: Sequence[Estimate]) -> Allocator:
     """TensorFlow's allocator after a run of these steps: those of one
     estimate after those of the other, with validations in between."""

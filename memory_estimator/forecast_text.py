@@ -5,7 +5,7 @@ its memory and its time each in a line.
     time_line(forecast)          # "about 3.4 h in all: 3.1 h of steps, 12 min of validation"
 """
 
-from typing import List, Sequence
+from typing import List, Sequence, Union
 
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by, format_bytes, format_seconds
@@ -22,8 +22,9 @@ def basis_of(forecast: Forecast) -> str:
 
 
 def steps_table(forecast: Forecast) -> Table:
-    """The steps of a training by their grid, with their seconds, and what these are, and memory;
-    and the memory of the whole run, with its validations."""
+    """The steps of a training, coarse and full, each on its largest grid, with the mean of their
+    seconds, and what these are, and memory; a full step on the smallest and the median grid; and
+    the memory of the whole run, with its validations."""
     columns = (
         "",
         "steps",
@@ -36,9 +37,14 @@ def steps_table(forecast: Forecast) -> Table:
     coarse_steps = min(schedule.coarse_steps, schedule.steps)
     rows: List[Sequence[str]] = []
     if forecast.coarse:
-        rows.append(_row("coarse steps", coarse_steps, forecast.coarse))
+        rows.append(_row("coarse steps", coarse_steps, forecast.coarse, forecast.coarse_step_s))
     name = "full steps" if forecast.coarse else "steps"
-    rows.append(_row(name, schedule.steps - coarse_steps, forecast.full))
+    full = forecast.full
+    rows.append(_row(name, schedule.steps - coarse_steps, full, forecast.full_step_s))
+    for name, step in forecast.by_case:
+        rows.append(_row(f"  {name}", "", step, step.step_s))
+    if forecast.by_case:
+        rows.append(_row("  largest case", "", full, full.step_s))
     peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
     rows.append(("the whole run", str(schedule.steps), "", "", *map(_peak, peaks)))
     return Table(columns, rows)
@@ -83,10 +89,10 @@ def time_line(forecast: Forecast) -> str:
 # --- Private helpers ---
 
 
-def _row(name: str, count: int, step: Estimate) -> Sequence[str]:
+def _row(name: str, count: Union[int, str], step: Estimate, step_s: float) -> Sequence[str]:
     grid = by(step.job.shape, " x ")
     peaks = (step.allocator_peak_bytes, step.process_peak_bytes)
-    return (name, str(count), grid, format_seconds(step.step_s), *map(_peak, peaks))
+    return (name, str(count), grid, format_seconds(step_s), *map(_peak, peaks))
 
 
 def _peak(size_bytes: int) -> str:

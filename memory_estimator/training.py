@@ -9,12 +9,13 @@ forecast.upper_bound_bytes, forecast.all_s
 import dataclasses
 import functools
 import math
+import statistics
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants
-from memory_estimator.estimate import Component, Estimate, estimate, run_use
+from memory_estimator.estimate import Component, Estimate, estimate, run_use, seconds_of_step
 from memory_estimator.job import Job
 from memory_estimator.planner import Choice, Estimator, fastest_that_fits
 from memory_estimator.scaling import worker_estimate
@@ -33,6 +34,8 @@ slab of it at a time."""
 JUDGED_BYTES = 39
 """Of each voxel of a case that post-processing is decided on: connected components of answers and
 truth, and what overlaps, measured on regions that fill half of 240 x 240 x 155 voxels."""
+
+PRICED = 40  # most grids of cases whose steps are predicted, evenly spread: each takes 10 ms
 
 CASE_BYTES = 1200
 """Of each case of a store in every worker: its place in the file of records and the facts that are
@@ -129,7 +132,11 @@ class Schedule:
 
     steps: int = 0  # of the whole run; 0 is not known
     coarse_steps: int = 0
-    coarse_shape: Optional[Shape3] = None  # voxels that the network sees in them; None without any
+    coarse_shape: Optional[Shape3] = None  # their largest grid; None without any
+    grids: Tuple[Shape3, ...] = ()
+    """Grids of full steps, each as often as cases have it, the smallest first; () if all have that
+    of the job, which is the largest."""
+    coarse_grids: Tuple[Shape3, ...] = ()  # likewise of coarse steps
     extra: ExtraMemory = ExtraMemory()  # of full steps
     coarse_extra: ExtraMemory = ExtraMemory()
     budget_s: Optional[float] = None  # that cuts the steps; None for no limit
@@ -201,6 +208,22 @@ class Forecast:
     choice: Optional[Choice] = field(default=None, compare=False)
     workers: int = 1  # which share the steps, and the cases of a validation
 
+    @functools.cached_property
+    def by_case(self) -> List[Tuple[str, Estimate]]:
+        """Estimates of a full step on the smallest and the median grid of the cases, each with its
+        name; none if all cases have the largest."""
+        grids = self.schedule.grids
+        if not grids or grids[0] == grids[-1]:
+            return []
+        named = (("smallest case", grids[0]), ("median case", grids[len(grids) // 2]))
+        job = self.full.job
+        accuracy = self.full.accuracy
+        steps = []
+        for name, grid in named:
+            step = estimate(dataclasses.replace(job, shape=grid), self.full.constants, accuracy)
+            steps.append((name, worker_estimate(step, self.workers)))
+        return steps
+
     @property
     def coarse(self) -> Optional[Estimate]:
         """The estimate of coarse steps; None without a curriculum."""
@@ -236,12 +259,30 @@ class Forecast:
         """The process's, over the whole run."""
         return self.full.upper_bound_bytes
 
+    @functools.cached_property
+    def full_step_s(self) -> float:
+        """Seconds of a full step, the mean over the grids of the cases."""
+        return self.full.step_s * _mean_share(self.full, self.schedule.grids)
+
+    @functools.cached_property
+    def coarse_step_s(self) -> float:
+        """Seconds of a coarse step, likewise; 0 without any."""
+        if self.coarse is None:
+            return 0.0
+        return self.coarse.step_s * _mean_share(self.coarse, self.schedule.coarse_grids)
+
+    @property
+    def epoch_s(self) -> Optional[float]:
+        """Seconds of an epoch of full steps; None if the number of cases is unknown."""
+        if self.full.epoch_s is None:
+            return None
+        return self.full.epoch_s * self.full_step_s / self.full.step_s
+
     @property
     def training_s(self) -> float:
         """Seconds of all steps, without a budget of time; validations aside."""
-        coarse_s = self.coarse.step_s if self.coarse else 0.0
         full_steps = self.schedule.steps - self.schedule.coarse_steps
-        return self.schedule.coarse_steps * coarse_s + full_steps * self.full.step_s
+        return self.schedule.coarse_steps * self.coarse_step_s + full_steps * self.full_step_s
 
     @property
     def steps_s(self) -> float:
@@ -262,17 +303,18 @@ class Forecast:
         if not schedule.steps:
             return 0.0
         case_s = (schedule.steps - schedule.coarse_steps) * self._pass_s(
-            self.full, schedule.windows
+            self.full_step_s, schedule.windows
         )
         if self.coarse:
-            case_s += schedule.coarse_steps * self._pass_s(self.coarse, schedule.coarse_windows)
+            windows = schedule.coarse_windows
+            case_s += schedule.coarse_steps * self._pass_s(self.coarse_step_s, windows)
         cases = math.ceil(schedule.held_out / self.workers)  # of a worker
         return schedule.validations * cases * case_s / schedule.steps
 
     @property
     def answered_s(self) -> float:
         """Seconds to answer on a held-out case and to score that."""
-        answer_s = self.schedule.flips * self._pass_s(self.full, self.schedule.windows)
+        answer_s = self.schedule.flips * self._pass_s(self.full_step_s, self.schedule.windows)
         return answer_s + SCORE_S * self.schedule.scored_voxels / 1e6
 
     @property
@@ -285,24 +327,24 @@ class Forecast:
         """Seconds of the whole training."""
         return self.steps_s + self.validation_s + self.postprocessing_s
 
-    def _pass_s(self, step: Estimate, windows: int) -> float:
+    def _pass_s(self, step_s: float, windows: int) -> float:
         """Seconds of the network's pass over a whole case, which one worker computes."""
-        return FORWARD_SHARE * step.volume_s * self.workers * windows
+        return FORWARD_SHARE * step_s / self.full.job.batch * self.workers * windows
 
     def to_json(self) -> Dict[str, Any]:
         """A step's memory and time, for the log and the report to compare with the measured
         ones."""
 
-        def figures(step: Estimate) -> Dict[str, Any]:
-            names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-            return {name: getattr(step, name) for name in names}
+        def figures(step: Estimate, step_s: float) -> Dict[str, Any]:
+            names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes")
+            return {**{name: getattr(step, name) for name in names}, "step_s": step_s}
 
-        content = figures(self.full)
+        content = figures(self.full, self.full_step_s)
         content["run_allocator_peak_bytes"] = self.allocator_peak_bytes
         content["run_process_peak_bytes"] = self.process_peak_bytes
         content["constants"] = self.full.constants.name
         if self.coarse:
-            content["coarse"] = figures(self.coarse)
+            content["coarse"] = figures(self.coarse, self.coarse_step_s)
         return content
 
     def run_json(self) -> Dict[str, Any]:
@@ -315,3 +357,18 @@ class Forecast:
         if self.coarse:
             content["coarse"] = self.to_json()["coarse"]
         return content
+
+
+def _mean_share(step: Estimate, grids: Sequence[Shape3]) -> float:
+    """Seconds of a step on these grids, the mean, as a share of those on its own."""
+    if not grids:
+        return 1.0
+
+    @functools.cache
+    def seconds_on(grid: Shape3) -> float:
+        return seconds_of_step(dataclasses.replace(step.job, shape=grid), step.constants)
+
+    every = -(-len(grids) // PRICED)
+    return statistics.fmean(map(seconds_on, grids[every // 2 :: every])) / seconds_on(
+        step.job.shape
+    )

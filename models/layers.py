@@ -211,7 +211,7 @@ def _to_first(
         is_open = is_open & ~is_largest
     for axis in (3, 2, 1):  # the last place changes first
         stride = strides[axis - 1]
-        shape = [-1, *parts[0].shape[1:]]
+        shape = tf.unstack(tf.shape(parts[0]))
         shape[axis] *= stride
         groups = [parts[first : first + stride] for first in range(0, len(parts), stride)]
         parts = [tf.reshape(tf.stack(group, axis + 1), shape) for group in groups]

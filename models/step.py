@@ -333,9 +333,10 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
     return Gradient(grad.map, source, scale, raw_factor, constant)
 
 
-def _voxels(raw: tf.Tensor) -> float:
-    """Voxels of a sample."""
-    return float(raw.shape[1:4].num_elements())
+def _voxels(raw: tf.Tensor) -> tf.Tensor:
+    """Voxels of a sample, float32."""
+    sides = tf.shape(raw, tf.int64)[1:4]
+    return tf.cast(tf.reduce_prod(sides), tf.float32)
 
 
 # --- Kernels ---

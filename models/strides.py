@@ -181,12 +181,10 @@ class CoarseGrid(NamedTuple):
         return self.is_possible and self.pays
 
 
-def coarse_grid(
-    extent: Shape3, stride: Shape3, divisors: Shape3, resolution: float = 1.0
-) -> CoarseGrid:
-    """The grid of coarse steps, for an extent of a volume that full steps see at `resolution`:
-    they halve the axes of `stride`, which is that of the network's first level."""
-    grid = network_grid(extent, lowered(resolution / 2, stride), divisors)
+def coarse_grid(extent: Shape3, stride: Shape3, divisors: Shape3) -> CoarseGrid:
+    """The grid of coarse steps, for an extent of a volume: they halve the axes of `stride`, which
+    is that of the network's first level."""
+    grid = network_grid(extent, lowered(1 / 2, stride), divisors)
     is_possible = all(
         step == 1 or side >= 2 * divisor for side, step, divisor in zip(grid, stride, divisors)
     )

@@ -4,14 +4,15 @@ of each region.
 The sums, and the logits' gradient from the derivatives by them, are the two operations of
 `models.program.loss_program`: of models/native, or of TensorFlow where those do not run."""
 
-import operator
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
+from models.config import UNetConfig
 from models.losses import Formula, Sums, soft_dice
 from models.native import operations
 from models.native.shared import IGNORED
+from models.network import network_program
 from models.program import Kind, Value, ValueKind, loss_program
 
 
@@ -25,13 +26,17 @@ class Supervised(NamedTuple):
 
 
 def supervise(
-    formula: Formula, target: tf.Tensor, logits: Sequence[tf.Tensor], by_sample: bool = False
+    formula: Formula,
+    target: tf.Tensor,
+    logits: Sequence[tf.Tensor],
+    weights: Sequence[float] = (1.0,),
+    by_sample: bool = False,
 ) -> Supervised:
     """The loss of one head's logits or several', the finest first; of the batch, or (N, 1) of each
     sample. `target` is (N, X, Y, Z, R), 0, 1 or IGNORED; the first head has its grid, the others
-    every 2nd, 4th ... voxel of it along an axis, and their losses are weighted as
-    `head_weights`. An ignored voxel is in no sum, and has a gradient of 0. All is taken per sample
-    and region and then averaged, so an accumulated batch equals a full one.
+    every 2nd, 4th ... voxel of it along an axis, and their losses are weighted by `weights`,
+    those of `head_weights`. An ignored voxel is in no sum, and has a gradient of 0. All is taken
+    per sample and region and then averaged, so an accumulated batch equals a full one.
 
     A target of a floating dtype may have values in between; TensorFlow's operations then
     compute."""
@@ -46,7 +51,7 @@ def supervise(
     scores = []  # of each head
     derivatives = []  # of the loss, by the first three sums, (N, 3, R)
     before = list(logits)  # when all are there
-    for op, weight in zip(program.sums, head_weights(logits)):
+    for op, weight in zip(program.sums, weights):
         with tf.control_dependencies(before):
             sums = compute[op.kind](tensors[op.maps[0]], target)
         before = [sums]
@@ -69,20 +74,19 @@ def supervise(
     return Supervised(total, scores[0], slopes)
 
 
-def head_weights(heads: Sequence[tf.Tensor]) -> List[float]:
-    """Weights of the heads' losses, from their logits, the finest first: 1, 1/2, 1/4 ... by
+def head_weights(config: UNetConfig) -> List[float]:
+    """Weights of the losses of a network's heads, in the order of its outputs: 1, 1/2, 1/4 ... by
     resolution, that along the axis that is halved most often, with sum 1."""
-    finest = heads[0].shape[1:4]
-    weights = [min(map(operator.truediv, head.shape[1:4], finest)) for head in heads]
+    heads = network_program(config).logits
+    weights = [1 / max(config.reduction(head.level)) for head in heads]
     return [weight / sum(weights) for weight in weights]
 
 
 def thinned(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """Every 2nd, 4th ... voxel of a target (N, X, Y, Z, R), on the grid of the logits."""
-    steps = [fine // coarse for fine, coarse in zip(target.shape[1:4], logits.shape[1:4])]
-    if max(steps) == 1:
-        return target
-    return target[(slice(None), *(slice(None, None, step) for step in steps))]
+    steps = tf.unstack(tf.shape(target)[1:4] // tf.shape(logits)[1:4])
+    thin = target[(slice(None), *(slice(None, None, step) for step in steps))]
+    return tf.ensure_shape(thin, logits.shape)
 
 
 # --- By TensorFlow's operations, on float32 maps ---
@@ -94,7 +98,8 @@ def _plain_sums(logits: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     t = _rows(thinned(target, logits))
     p = tf.sigmoid(z)
     terms = (tf.nn.sigmoid_cross_entropy_with_logits(t, z), p * t, p, t)
-    _, _, _, size_z, regions = logits.shape
+    size_z = tf.shape(logits)[3]
+    regions = logits.shape[-1]
     has_ignored = _has_ignored(t)
     sums = []
     for term in terms:
@@ -109,7 +114,7 @@ def _plain_slope(logits: tf.Tensor, target: tf.Tensor, factors: tf.Tensor) -> tf
     z = _rows(logits)
     t = _rows(thinned(target, logits))
     has_ignored = _has_ignored(t)
-    along_z = tf.tile(factors, (1, 1, logits.shape[3]))[:, :, None, None]
+    along_z = tf.tile(factors, (1, 1, tf.shape(logits)[3]))[:, :, None, None]
     cross_entropy, overlap, predicted = tf.unstack(along_z, axis=1)
     p = tf.sigmoid(z)
     slope = cross_entropy * (p - t) + p * (1 - p) * (overlap * t + predicted)
@@ -129,7 +134,7 @@ def _learnt(rows: tf.Tensor, target: tf.Tensor, has_ignored: tf.Tensor) -> tf.Te
 def _rows(map_: tf.Tensor) -> tf.Tensor:
     """(N, X, Y, Z * R) float32: broadcasting and summing a few values over the last axis is
     slow."""
-    _, size_x, size_y, size_z, regions = map_.shape
+    _, size_x, size_y, size_z, regions = tf.unstack(tf.shape(map_))
     return tf.reshape(tf.cast(map_, tf.float32), (-1, size_x, size_y, size_z * regions))
 
 

@@ -14,7 +14,7 @@ from models.losses import LOSSES, Formula
 from models.native import operations
 from models.step import Pass
 from models.strides import Shape3
-from models.supervision import supervise
+from models.supervision import head_weights, supervise
 from models.weights import array_name
 
 
@@ -35,7 +35,7 @@ class UNet3D(tf.keras.Model):
         return {
             **super().get_config(),  # in a SavedModel the layers themselves
             "unet": self.unet.to_json(),
-            "shape": shape,
+            "shape": None if None in shape else shape,
             "batch_size": batch_size,
             "frozen": [layer.name for layer in self.layers if not layer.trainable],
         }
@@ -48,9 +48,10 @@ class UNet3D(tf.keras.Model):
         A tape has gradients of the weights and of the image by native operations, but for a
         `training=False` inside of a `tf.function`.
         """
+        (image,) = tf.nest.flatten(inputs)
+        self._check_size(image)
         if self.jit_compile or in_save_context() or not operations.in_use():
             return super().call(inputs, training, mask)
-        (image,) = tf.nest.flatten(inputs)
         image = tf.cast(image, self.unet.dtype)
         if training is False and not tf.executing_eagerly():
             # TensorFlow keeps a function that has gradients of its own for good, with its graph.
@@ -87,18 +88,25 @@ class UNet3D(tf.keras.Model):
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the
         gradients of `share` times the loss by `trainable_weights`. `loss` is a name or a formula
         of models/losses.py."""
+        self._check_size(image)
         formula = LOSSES[loss] if isinstance(loss, str) else loss
+        weights = head_weights(self.unet)
         if operations.in_use():
             network = Pass(self, True)
-            supervised = supervise(formula, target, network.forward(image))
+            supervised = supervise(formula, target, network.forward(image), weights)
             by_name = network.backward(supervised.slopes(share))
             gradients = [by_name[weight.name] for weight in self.trainable_weights]
             return supervised.loss, supervised.score, gradients
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
-        supervised = supervise(formula, target, logits)
+        supervised = supervise(formula, target, logits, weights)
         gradients = tape.gradient(logits, self.trainable_weights, supervised.slopes(share))
         return supervised.loss, supervised.score, gradients
+
+    def _check_size(self, image: tf.Tensor) -> None:
+        sides = image.shape[1:4]
+        if sides.is_fully_defined():
+            self.unet.check_shape(tuple(sides), "shape")
 
     def export(self, filepath: str, *args: Any, **kwargs: Any) -> None:
         """Keras' `export`, of plain layers: other hosts have no native operations."""
@@ -107,17 +115,18 @@ class UNet3D(tf.keras.Model):
 
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":
-        model = build_unet3d(
-            UNetConfig(**config["unet"]), tuple(config["shape"]), config["batch_size"]
-        )
+        unet = UNetConfig(**config["unet"])
+        model = build_unet3d(unet, config["shape"], config["batch_size"])
         for name in config["frozen"]:
             model.get_layer(name).trainable = False
         return model
 
 
-def build_unet3d(config: UNetConfig, shape: Shape3, batch_size: Optional[int] = None) -> UNet3D:
-    """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and
-    Cicek et al. 2016.
+def build_unet3d(
+    config: UNetConfig, shape: Optional[Shape3] = None, batch_size: Optional[int] = None
+) -> UNet3D:
+    """The Keras model of `config` for images of `shape` (X, Y, Z), or of any size that is a
+    multiple of `config.divisors`, after Ojika et al. 2020 and Cicek et al. 2016.
 
     Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in
     the same dtype; with deep supervision a list of logits: the finest first, then each coarser
@@ -147,10 +156,10 @@ def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
 # Nothing in a layer's call branches on a tensor. AutoGraph would write each to a file before it
 # converts it, and warn if a full disk has no room for that.
 @tf.autograph.experimental.do_not_convert
-def _built(config: UNetConfig, shape: Shape3, batch_size: Optional[int]) -> UNet3D:
+def _built(config: UNetConfig, shape: Optional[Shape3], batch_size: Optional[int]) -> UNet3D:
     """The model, layer by layer."""
-    plan = layer_plan(config, shape)
-    size = (*shape, config.channels)
+    plan = layer_plan(config, shape or config.divisors)
+    size = (*(shape or (None, None, None)), config.channels)
     image = tf.keras.Input(size, batch_size, dtype=config.dtype, name="image")
     maps = {"image": image}
     for op in plan[1:]:

@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-CEILINGS = {"product": 217_800, "tests": 201_200, "C": 63_793}  # no more than there is
+CEILINGS = {"product": 215_000, "tests": 180_000, "C": 63_793}  # no more than there is
 LAYOUT = (
     tokenize.COMMENT,
     tokenize.NL,

@@ -18,9 +18,10 @@ codes:
   regions_class_order does: `PaintedRegions`. No regions compete then, a later one overrides.
 """
 
+import math
 import re
 from collections import defaultdict
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from cpu3d.errors import raise_if_any
 from cpu3d.util.records import listed
 
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
+SLAB_VOXELS = 2**22  # that are painted at a time
 
 SIDES = (("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh"))
 """English words for left and right in the names of labels; for others --no-flip is there."""
@@ -99,12 +101,21 @@ def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]
     return own
 
 
-def label_from_regions(answers: Array, regions: Mapping[str, Sequence[int]]) -> Array:
+def label_from_regions(answers: Any, regions: Mapping[str, Sequence[int]]) -> Array:
     """Paint regions `(X, Y, Z, R)`, probabilities or masks, into one label `(X, Y, Z)` uint8; 0 is
-    background.
+    background. No more than a slab along X of `answers` is read at a time.
 
     The last axis is in the order of `regions` (name -> codes). The rules are at the top of this
     file. A NaN is in no region."""
+    label = np.empty(answers.shape[:-1], np.uint8)
+    rows = max(SLAB_VOXELS // math.prod(label.shape[1:]), 1)
+    for first in range(0, len(label), rows):
+        slab = slice(first, first + rows)
+        label[slab] = _painted(answers[slab], regions)
+    return label
+
+
+def _painted(answers: Array, regions: Mapping[str, Sequence[int]]) -> Array:
     label = np.zeros(answers.shape[:-1], np.uint8)
     for rivals in paint_order(regions):
         best = None  # the highest probability so far, if regions compete

@@ -255,11 +255,6 @@ class Manifest:
         return xyz(map(max, *(case.shape for case in self.cases), (0, 0, 0)))
 
     @property
-    def largest_box(self) -> Shape3:
-        """The largest of the cases' content boxes, axis by axis."""
-        return xyz(map(max, *(case.box.size for case in self.cases), (0, 0, 0)))
-
-    @property
     def unlabelled(self) -> Tuple[str, ...]:
         """The cases without a label."""
         return tuple(case.case_id for case in self.cases if not case.has_label)

@@ -19,6 +19,7 @@ Array = NDArray[Any]  # docstrings say its shape and dtype
 
 # What of a case the network gets: its content box, "brain", or its whole grid.
 EXTENTS = ("brain", "full")
+NO_GRID = (0, 0, 0)
 
 
 def require(*rules: Tuple[str, str, Any, bool]) -> None:

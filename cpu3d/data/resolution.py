@@ -13,12 +13,9 @@ from cpu3d.data.region import Array, Resolution, Shape3, by_axis, xyz
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
 
-def field_of(seen: Shape3, resolution: Resolution, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Return the store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover."""
-    sides = []
-    for side, share, least in zip(seen, by_axis(resolution), at_least):
-        sides.append(max(int(side / share), least))
-    return xyz(sides)
+def field_of(seen: Shape3, resolution: Resolution) -> Shape3:
+    """Return the store voxels X, Y, Z that `seen` network voxels cover."""
+    return xyz(int(side / share) for side, share in zip(seen, by_axis(resolution)))
 
 
 def shrinking(seen: int, field: int, resolution: float) -> Array:
@@ -44,12 +41,11 @@ class Resizing:
     `seen` are the voxels X, Y, Z of the network's grid, `field` those that are to be read from the
     store."""
 
-    def __init__(self, seen: Shape3, resolution: Resolution, at_least: Shape3 = (1, 1, 1)):
-        self.seen = xyz(seen)
-        self.field = field_of(seen, resolution, at_least)
+    def __init__(self, seen: Shape3, resolution: Resolution):
         self._down = []
         self._up = []
-        for few, many, share in zip(self.seen, self.field, by_axis(resolution)):
+        field = field_of(seen, resolution)
+        for few, many, share in zip(seen, field, by_axis(resolution)):
             self._down.append(shrinking(few, many, share))
             self._up.append(growing(many, few, share))
 

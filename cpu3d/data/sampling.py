@@ -12,11 +12,13 @@ take 0 0 0 1 1 1."""
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Iterator, List, NamedTuple, Sequence, Tuple, TypeVar
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole, xyz
-from cpu3d.data.store import case_region
+from cpu3d.data.resolution import field_of
+from cpu3d.data.store import case_extent, case_region
+from models.strides import Resolution3, network_grid
 
 T = TypeVar("T")
 MASK = 2**64 - 1
@@ -71,14 +73,53 @@ def _mix(word: int) -> int:
     return word ^ word >> 31
 
 
+@dataclass(frozen=True)
+class VolumeSampling:
+    """The rule by which cases become whole volumes."""
+
+    extent: str = "brain"
+    grid: Optional[Shape3] = None
+    """Voxels X, Y, Z of all volumes. None: of each the least that hold its extent."""
+    multiple: Shape3 = (1, 1, 1)  # of the voxels along each axis
+    resolution: Resolution3 = (1, 1, 1)  # that volumes are averaged down to
+    seed: int = 0
+    shuffle: bool = True  # whether cases come in another order every epoch
+
+    def grid_of(self, record: CaseRecord) -> Shape3:
+        """Voxels X, Y, Z of a case's volume on its own."""
+        if self.grid is not None:
+            return self.grid
+        return network_grid(case_extent(record, self.extent), self.resolution, self.multiple)
+
+
+def volume_at(
+    position: int,
+    sampling: VolumeSampling,
+    records: Sequence[CaseRecord],
+    together: Sequence[int] = (),
+) -> "Patch":
+    """Return the whole volume at `position` of an endless stream over `records`. One that is
+    computed `together` with those of other positions has the least grid that holds them all."""
+
+    def index_at(position: int) -> int:
+        return case_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
+
+    grids = [sampling.grid_of(records[index_at(each)]) for each in (position, *together)]
+    grid = xyz(map(max, zip(*grids)))
+    index = index_at(position)
+    region = case_region(records[index], field_of(grid, sampling.resolution), sampling.extent)
+    return Patch(index, region, grid)
+
+
 # --- Patches ---
 
 
 class Patch(NamedTuple):
-    """A patch at a position."""
+    """A patch or a whole volume at a position."""
 
     case_index: int  # among the cases of the split
     region: Region  # of the case's grid
+    grid: Shape3  # voxels X, Y, Z that it has as a sample
 
 
 @dataclass(frozen=True)
@@ -125,7 +166,7 @@ def patch_at(
     record = records[index]
     shape = xyz(sampling.shape)
     if sampling.sampling == "centre":
-        return Patch(index, case_region(record, shape, sampling.extent))
+        return Patch(index, case_region(record, shape, sampling.extent), shape)
     # Positions with a foreground patch are evenly spread, so that every batch has its share.
     share = sampling.foreground if sampling.sampling == "foreground" else 0
     is_foreground = math.floor((position + 1) * share) > math.floor(position * share)
@@ -139,7 +180,7 @@ def patch_at(
     starts = _starts(sampling, record)
     if not codes:
         start = xyz(low + int(next(units) * (high - low + 1)) for low, high in starts)
-        return Patch(index, Region(start, shape))
+        return Patch(index, Region(start, shape), shape)
     code_unit = next(units)
     region_unit = next(units)
     centre_unit = next(units)
@@ -149,7 +190,7 @@ def patch_at(
     for voxel, size, (low, high) in zip(_picked(record.centres[code], centre_unit), shape, starts):
         before = size // 4 + int(next(units) * max(size // 2, 1))
         around.append(min(max(voxel - before, low), high))
-    return Patch(index, Region(xyz(around), shape))
+    return Patch(index, Region(xyz(around), shape), shape)
 
 
 def _picked(choices: Sequence[T], unit: float) -> T:

@@ -14,7 +14,7 @@ sample k on, whatever the threads, the read mode and the store's format."""
 
 import collections
 import itertools
-from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union, cast
 
 import tensorflow as tf
 
@@ -24,17 +24,16 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import (
-    Array,
+    EXTENTS,
+    NO_GRID,
     Multiple,
     Resolution,
     Shape3,
     by_axis,
     is_integer,
     require,
-    xyz,
 )
-from cpu3d.data.resolution import field_of, shrinking
-from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
+from cpu3d.data.sampling import ALL, PatchSampling, Share, VolumeSampling, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
@@ -89,10 +88,10 @@ def volume_dataset(
         shuffle: whether cases come in another order every epoch; else in that of their ids.
         batch: samples of a batch; an incomplete last batch is dropped. It divides the worker's
             samples of a step.
-        extent: "brain" cuts a box of the same size out of every case, around its content, large
-            enough to lose no voxel; "full" keeps the whole grid.
+        extent: "brain" cuts the box of its content out of every case; "full" keeps the whole grid.
         grid: voxels X, Y, Z of all volumes, padded with what surrounds them, at least those of the
-            largest case; None for the least that are a multiple of `multiple`.
+            largest case; None for the least of each volume that are a multiple of `multiple`, and
+            hold the others of its batch.
         multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
             several times.
         resolution: 1, or 1/2 to average volumes down before they are padded, along each axis, or
@@ -111,16 +110,17 @@ def volume_dataset(
     TensorFlow, from which `Batches` makes an InputError again."""
     shares = by_axis(resolution)
     is_resolution = len(shares) == 3 and {*shares} <= {0.5, 1}
-    require(("resolution", "1 or 1/2 along each axis", resolution, is_resolution))
-    size = _volume_size(store, grid, extent, multiple, shares)
-    field = size  # voxels of the store that make up a volume
-    if min(shares) < 1:
-        field = field_of(size, shares, at_least=grid_size(store, extent=extent, multiple=1))
-    sampling = PatchSampling(field, "centre", extent=extent, seed=seed, shuffle=shuffle)
+    require(
+        ("resolution", "1 or 1/2 along each axis", resolution, is_resolution),
+        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
+    )
+    if grid is not None:
+        _check_grid(store, grid, extent, shares)
+    volumes = VolumeSampling(extent, grid, by_axis(multiple), shares, seed, shuffle)
     return _dataset(
         store,
-        sampling,
-        size,
+        volumes,
+        grid,
         shares,
         split=split,
         start=start,
@@ -215,8 +215,8 @@ def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, .
 
 def _dataset(
     store: Store,
-    sampling: PatchSampling,
-    grid: Shape3,
+    sampling: Union[PatchSampling, VolumeSampling],
+    grid: Optional[Shape3],
     resolution: Resolution3,
     *,
     split: str,
@@ -231,7 +231,7 @@ def _dataset(
     reader: Optional[Reader],
     threads: int,
 ) -> tf.data.Dataset:
-    """Make samples, averaged down to the network's `grid`; the rest as of `volume_dataset`."""
+    """Make samples, all on `grid` if there is one; the rest as of `volume_dataset`."""
     records = labelled(store, split)
     if stop is None:
         stop = len(records) - len(records) % max(share.batch, 1)
@@ -246,12 +246,11 @@ def _dataset(
             )
         )
     )
-    weights: Optional[Tuple[Array, ...]] = None
-    if min(resolution) < 1:
-        weights = xyz(map(shrinking, grid, sampling.shape, resolution))
     manifest = store.manifest
     picked = _pick("channels", channels, manifest.channels)
-    spec = SampleSpec(grid, picked, _codes(store, regions), dtype, weights, manifest.ignore)
+    codes = _codes(store, regions)
+    spec = SampleSpec(grid or NO_GRID, picked, codes, dtype, ignore=manifest.ignore)
+    indices = share.indices(start, max(stop, start))
     load = Loader(
         reader or open_reading(store, (split,), share=share),
         records,
@@ -259,22 +258,25 @@ def _dataset(
         augment,
         spec,
         share=share,
+        batch=int(batch),
+        first=indices.start,
         mirrored=augment.mirrored_axes((*manifest.labels.values(), *manifest.regions)),
         normalisation=manifest.normalisation,
         resolution=resolution,
     )
-    indices = share.indices(start, max(stop, start))
-    return _pipeline(_keeping_errors(load), indices, spec, batch, int(threads))
+    return _pipeline(_keeping_errors(load), indices, spec, grid, int(batch), int(threads))
 
 
 def _pipeline(
     load: Callable[[int], ImageAndTarget],
     indices: range,
     spec: SampleSpec,
+    grid: Optional[Shape3],
     batch: int,
     threads: int,
 ) -> tf.data.Dataset:
     """Load the samples of the indices, in their order, in batches."""
+    sides = grid or (None, None, None)
     stored_as = tf.uint16 if spec.is_bfloat16 else tf.float32
 
     # nothing in it branches on a tensor, and it is traced sooner
@@ -284,8 +286,8 @@ def _pipeline(
         image, target = tf.numpy_function(load, [index], [stored_as, tf.uint8], stateful=False)
         if spec.is_bfloat16:
             image = tf.bitcast(image, tf.bfloat16)
-        image = tf.ensure_shape(image, (*spec.grid, len(spec.channels)))
-        target = tf.ensure_shape(target, (*spec.grid, len(spec.codes)))
+        image = tf.ensure_shape(image, (*sides, len(spec.channels)))
+        target = tf.ensure_shape(target, (*sides, len(spec.codes)))
         if batch > 1:
             return image, target
         # Batching copies into TensorFlow's allocator; a batch of one needs only another axis.
@@ -304,28 +306,16 @@ def _pipeline(
     return dataset.prefetch(1).with_options(options)
 
 
-def _volume_size(
-    store: Store,
-    grid: Optional[Shape3],
-    extent: str,
-    multiple: Multiple,
-    resolution: Resolution3,
-) -> Shape3:
-    """Return the size of every volume: `grid`, or the least for all cases. Raises InputError for a
-    grid that would lose voxels."""
+def _check_grid(store: Store, grid: Shape3, extent: str, resolution: Resolution3) -> None:
+    """Raise InputError for a grid of all volumes that would lose voxels."""
     largest = grid_size(store, extent=extent, multiple=1)
-    fitting = network_grid(largest, resolution, by_axis(multiple))
-    if grid is None:
-        return fitting
     least = network_grid(largest, resolution, (1, 1, 1))
-    size = tuple(grid)
-    if len(size) != 3 or not all(map(is_integer, size, least)):
+    if len(grid) != 3 or not all(map(is_integer, grid, least)):
         rule = (
             f"grid must be three integers of at least {by(least)}, the largest extent in the store"
         )
-        todo = f"give {by(fitting)}, or take patches (patch_dataset)"
-        raise InputError(f"{rule}, got {by(size)}; {todo}")
-    return size
+        todo = "leave it out, or take patches (patch_dataset)"
+        raise InputError(f"{rule}, got {by(grid)}; {todo}")
 
 
 def _pick(kind: str, wanted: Optional[Sequence[str]], names: Sequence[str]) -> Tuple[int, ...]:

@@ -34,7 +34,7 @@ from cpu3d.data.manifest import (
     record_bytes,
     record_path,
 )
-from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
+from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole, xyz
 from cpu3d.data.split import SPLITS, split_hash
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_bytes, write_json
@@ -191,11 +191,15 @@ def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
 
 
 def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:
-    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the
-    store, rounded up."""
-    if extent == "brain":
-        return round_up(store.manifest.largest_box, multiple)
-    return round_up(store.manifest.largest_shape, multiple)
+    """The least size (X, Y, Z) that holds every case: the largest box, or grid, of the store along
+    each axis, rounded up."""
+    extents = [case_extent(record, extent) for record in store.manifest.cases]
+    return round_up(xyz(map(max, zip(*extents))), multiple)
+
+
+def case_extent(record: CaseRecord, extent: str) -> Shape3:
+    """Voxels X, Y, Z of a case's content box, or of its whole grid."""
+    return record.box.size if extent == "brain" else record.shape
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:

@@ -12,6 +12,7 @@ import numpy as np
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
+from cpu3d.inference.answers import Answers
 from cpu3d.inference.runs import Inference, applied, check_inference, config_of_weights, window_of
 from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.progress import say
@@ -55,14 +56,20 @@ class Ensemble:
 
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
-    ) -> np.ndarray:
+    ) -> Answers:
         """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; equal ones
         stay as they are."""
-        mean = self.predictors[0].probabilities(image, record, channels)
-        for count, predictor in enumerate(self.predictors[1:], start=2):
-            answer = predictor.probabilities(image, record, channels)
-            mean = mean + (answer - mean) / np.float32(count)
-        return mean
+        first, *others = [
+            predictor.probabilities(image, record, channels) for predictor in self.predictors
+        ]
+
+        def mean_of(region: int, rows: slice) -> np.ndarray:
+            mean = first[rows, ..., region]
+            for count, answers in enumerate(others, start=2):
+                mean = mean + (answers[rows, ..., region] - mean) / np.float32(count)
+            return mean
+
+        return Answers(record.scored_shape, len(self.regions), mean_of)
 
 
 def origin(

@@ -35,6 +35,7 @@ from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
+from cpu3d.inference.answers import Answers
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.evidence import gather
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
@@ -218,7 +219,7 @@ def evaluate_split(
 
 
 def _score(
-    answers: np.ndarray,
+    answers: Answers,
     label: np.ndarray,
     regions: Mapping[str, Sequence[int]],
     store: Store,

@@ -150,7 +150,6 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     about = {
         **origin(together.runs, configs, predictors),
         "weights": together.weights,
-        "grids": [config.grid for config in configs],
     }
     sources = [path.resolve() for case in cases for path in case.files.paths]
     if options.out.resolve() in (path.parent for path in sources):
@@ -284,7 +283,7 @@ def predict_case(
         unfinished[LABEL_HASHES] = [*hashes, file_sha256(outputs.label)]
     write_json(outputs.sidecar, unfinished)
     for position, path in enumerate(outputs.probabilities.values()):
-        probability = answers[..., position].astype(np.float32)
+        probability = answers[..., position]
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
         # for little.
         write_volume(path, probability, geometry, compression=1)

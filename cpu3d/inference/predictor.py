@@ -9,27 +9,26 @@ from typing import Any, Callable, List, Optional, Sequence
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.cases.resample import to_source_grid
+from cpu3d.data.cases.resample import rows_for, to_source_grid
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Region, Shape3, paste, round_up
-from cpu3d.data.resolution import Resizing
-from cpu3d.data.store import case_region
+from cpu3d.data.region import Region, Shape3, paste
+from cpu3d.data.resolution import Resizing, field_of
+from cpu3d.data.store import case_extent, case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
 from cpu3d.host.gpu import fits_memory
+from cpu3d.inference.answers import Answers
 from cpu3d.inference.runs import Inference, config_of_state, mirrored_axes_of, window_of
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
 from cpu3d.settings import RunConfig
 from models.config import UNetConfig
-from models.strides import network_grid
+from models.strides import shape3
 from models.unet3d import build_unet3d, finest
 
 AS_TRAINED = Inference()
-# Grids whose networks are kept: the training grid, which most cases share, and the last other grid.
-NETWORKS = 2
 ADVICE = (
     "slide a smaller --window X Y Z if the run is at full resolution, "
     "or take --device cpu if a card ran out"
@@ -57,34 +56,45 @@ class Predictor:
         self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
-        compiled = functools.partial(compiled_network, config.unet, weights)
-        self._kept_network = functools.lru_cache(maxsize=NETWORKS)(compiled)
+
+    @functools.cached_property
+    def _network(self) -> Callable:
+        return compiled_network(self.config.unet, self.weights)
 
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
-    ) -> np.ndarray:
+    ) -> Answers:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z,
         C); on its source's grid, if the case was resampled.
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
-        the store's if none. In one pass the network sees the grid it was trained on, larger if this
-        case needs it. Windows slide over the content box, or with the full extent over the volume,
-        and at least one window's size of it. Outside of that the probability is 0. Raises
+        the store's if none. The network sees the content box, or with the full extent the volume,
+        rounded up to its multiples: in one pass, or window by window. Outside of that the
+        probability is 0. Raises
         DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
         region = self.region(record)
-        logits_of = functools.partial(self._logits, resizing=self._resizing(record))
+        resizing: Optional[Resizing] = None  # to fewer voxels
+        if self.config.resolution < 1:
+            resizing = Resizing(self._grid(record), self.config.resolution_by_axis)
+        logits_of = functools.partial(self._logits, resizing=resizing)
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             seen = self._seen(image, record, region, tuple(channels or self.channels))
             axes = mirrored_axes_of(self.config, self.inference)
             logits = over_mirror_images(logits_of, seen, axes)
-            answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
-            answers = to_source_grid(answers, record)
-        if not np.isfinite(answers).all():
+            seen_answers = tf.sigmoid(logits).numpy()
+        if not np.isfinite(seen_answers).all():
             raise DivergedError(
                 f"probabilities for case {record.case_id} must be finite, got NaN or infinity; the "
                 "training has diverged, train again with a lower learning rate or in float32"
             )
-        return answers
+
+        def on_full_grid(index: int, rows: slice) -> np.ndarray:
+            stored = rows_for(rows, record)
+            box = Region((region.start[0] - stored.start, *region.start[1:]), region.size)
+            shape = (stored.stop - stored.start, *record.shape[1:])
+            return to_source_grid(paste(seen_answers[..., index], box, shape), record, rows)
+
+        return Answers(record.scored_shape, len(self.regions), on_full_grid)
 
     def _seen(
         self, image: np.ndarray, record: CaseRecord, region: Region, present: Sequence[str]
@@ -98,49 +108,29 @@ class Predictor:
     def region(self, record: CaseRecord) -> Region:
         """The box of a case that is predicted, in the voxels of its image, padding included."""
         config = self.config
-        needed = self._needed(record)
-        resizing = self._resizing(record)
-        if resizing:
-            size = resizing.field
-        elif self.window:
-            size = tuple(map(max, self.window, needed))
-        elif config.is_patch:
-            size = round_up(needed, config.unet.divisors)
-        else:
-            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisors)
+        size = field_of(self._grid(record), config.resolution_by_axis)
         return case_region(record, size, config.extent)
 
-    def _needed(self, record: CaseRecord) -> Shape3:
-        return record.box.size if self.config.extent == "brain" else record.shape
-
-    def _resizing(self, record: CaseRecord) -> Optional[Resizing]:
-        """From the region to the smaller grid that the network sees; None at full resolution."""
-        config = self.config
-        if config.resolution == 1:
-            return None
-        needed = self._needed(record)
-        resolution = config.resolution_by_axis
-        seen = network_grid(needed, resolution, config.unet.divisors)
-        return Resizing(tuple(map(max, seen, config.grid)), resolution, needed)
+    def _grid(self, record: CaseRecord) -> Shape3:
+        """The network's voxels of a whole case."""
+        return self.config.grid_of(case_extent(record, self.config.extent))
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
         if self.window:
-            network = self._kept_network(self.window)
-            return sliding_window(network, image, self.window, self.inference.overlap)
+            window = shape3(map(min, self.window, image.shape[1:4]))
+            return sliding_window(self._network, image, window, self.inference.overlap)
         if resizing:
-            network = self._kept_network(resizing.seen)
-            return resizing.grow(network(resizing.shrink(image))).numpy()[0]
-        network = self._kept_network(tuple(image.shape[1:4]))
-        return network(image).numpy()[0]
+            return resizing.grow(self._network(resizing.shrink(image))).numpy()[0]
+        return self._network(image).numpy()[0]
 
 
-def compiled_network(unet: UNetConfig, weights: Sequence[np.ndarray], size: Shape3) -> Callable:
-    """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R).
-    `weights` are in Keras' order."""
-    model = build_unet3d(unet, size, batch_size=1)
+def compiled_network(unet: UNetConfig, weights: Sequence[np.ndarray]) -> Callable:
+    """A compiled network: image (1, X, Y, Z, C) -> logits float32 (1, X, Y, Z, R). `weights` are in
+    Keras' order."""
+    model = build_unet3d(unet, batch_size=1)
     model.set_weights(weights)
-    taken = tf.TensorSpec((1, *size, unet.channels), unet.dtype)
+    taken = tf.TensorSpec((1, None, None, None, unet.channels), unet.dtype)
     # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the first
     # traces of five networks for five traces of one.
     return tf.function(functools.partial(_finest_logits, model), [taken], autograph=False)

@@ -182,9 +182,9 @@ def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     scratch = "with cuDNN's workspaces, without CUDA's context"
     if device == "cpu":
         scratch = "without native operations' scratch"
-    coarse_s = run.history.median_step_s(coarse_steps, coarse=True, waiting=False)
-    full_s = run.history.median_step_s(coarse_steps, waiting=False)
-    of_step = "median, without waiting"
+    coarse_s = run.history.mean_step_s(coarse_steps, coarse=True, waiting=False)
+    full_s = run.history.mean_step_s(coarse_steps, waiting=False)
+    of_step = "mean, without waiting"
     overhead_s = costs.validation_s + costs.checkpoint_s
     all_s = costs.steps_s + overhead_s
     waiting = costs.wait_s / costs.steps_s if costs.steps_s else None

@@ -328,7 +328,7 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
         coarse += f": {axes_text(config.unet.stride(0))} halved"
     rows = [
         ("network", network),
-        ("a step sees", _seen(config)),
+        ("a step sees", _seen(config, start)),
         ("coarse steps", coarse),
         ("patches a step" if config.is_patch else "volumes a step", batch),
         ("optimizer", f"{config.optimizer}, rate {config.peak_rate:g} at its peak, cosine decay"),
@@ -341,10 +341,13 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
     return rows
 
 
-def _seen(config: RunConfig) -> str:
-    """The grid of a step, and the size of its voxels."""
-    kind = "a patch" if config.is_patch else "a whole volume"
-    words = f"{kind} of {by(config.grid, ' x ')} voxels"
+def _seen(config: RunConfig, start: Mapping[str, Any]) -> str:
+    """The grids of steps, how much of them belongs to cases, and the size of their voxels."""
+    words = f"a patch of {by(config.grid, ' x ')} voxels"
+    if not config.is_patch:
+        words = f"whole volumes of {start.get('grids', NOT_KNOWN)} voxels"
+        if "case_share" in start:
+            words += f" ({start['case_share']:.0%} of them a case's)"
     spacing_mm = config.target_spacing_mm or config.spacing_mm
     if spacing_mm:
         shares = config.resolution_by_axis

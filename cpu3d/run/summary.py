@@ -9,6 +9,7 @@ Events are as `cpu3d.run.log.read_events` gives them: a value may be missing, bu
 
 import collections
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any, Collection, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
 
@@ -22,7 +23,7 @@ Events = Sequence[Event]
 # The kinds of event of which the last one shows whether a run has ended.
 PROGRESS_KINDS = ("start", "step", "end")
 RECENT = 50  # steps that a run's present loss and pace are of
-ENOUGH_STEPS = 3  # on a grid, from which on their median is taken for those that are left
+ENOUGH_STEPS = 3  # at a resolution, from which on their mean is taken for those that are left
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
 
@@ -73,7 +74,7 @@ class Costs:
 
     steps: int
     voxels: int  # that the network has seen in them
-    # median of the full steps, waiting for data included, but for those that compile
+    # mean of the full steps, waiting for data included, but for those that compile
     step_s: Optional[float]
     coarse_step_s: Optional[float]  # of the coarse ones
     steps_s: float  # of all steps, the compilation in the first ones included
@@ -123,16 +124,18 @@ class Pace:
         return step - 1 in (self._begin, self._coarse_steps)
 
     def step_s(self, step: int) -> Optional[float]:
-        """The median seconds of the recent steps on the grid of a step; None if there are none."""
-        return median(self._recent_s[step <= self._coarse_steps])
+        """The mean seconds of the recent steps at the resolution of a step; None if there are
+        none."""
+        recent_s = self._recent_s[step <= self._coarse_steps]
+        return statistics.fmean(recent_s) if recent_s else None
 
     def seconds_left(
         self, step: int, steps: Optional[int], predicted: Optional[Event] = None
     ) -> Optional[float]:
-        """Seconds from `step` to the last of `steps`: each that is left at the median of the recent
-        ones on its grid, before there are ENOUGH_STEPS at what was predicted, plus its share of the
-        seconds of validations and saves so far. `predicted` is by default that of the attempt's
-        first event. None if a grid has neither, and above LONGEST_S."""
+        """Seconds from `step` to the last of `steps`: each that is left at the mean of the recent
+        ones at its resolution, before there are ENOUGH_STEPS at what was predicted, plus its share
+        of the seconds of validations and saves so far. `predicted` is by default that of the
+        attempt's first event. None if a resolution has neither, and above LONGEST_S."""
         if not steps or step > steps:
             return None
         if predicted is None:
@@ -146,7 +149,7 @@ class Pace:
             expected = predicted.get("coarse", {}) if coarse else predicted
             step_s = expected.get("step_s")
             if len(recent_s) >= ENOUGH_STEPS or (recent_s and step_s is None):
-                step_s = median(recent_s)
+                step_s = statistics.fmean(recent_s)
             if step_s is None:
                 return None
             left_s += count * step_s
@@ -196,8 +199,8 @@ class History:
         return Costs(
             steps=self.last_step,
             voxels=int(finite(steps["voxels"]).sum()),
-            step_s=self.median_step_s(coarse_steps),
-            coarse_step_s=self.median_step_s(coarse_steps, coarse=True),
+            step_s=self.mean_step_s(coarse_steps),
+            coarse_step_s=self.mean_step_s(coarse_steps, coarse=True),
             steps_s=math.fsum(finite(steps["step_s"])),
             wait_s=math.fsum(finite(steps["wait_s"])),
             validation_s=math.fsum(finite(self.validations["seconds"])),
@@ -207,13 +210,14 @@ class History:
             allocator_peak_bytes=max(numbers(ends, "allocator_peak_bytes"), default=None),
         )
 
-    def median_step_s(
+    def mean_step_s(
         self, coarse_steps: int, *, coarse: bool = False, waiting: bool = True
     ) -> Optional[float]:
-        """The median seconds of the full steps, or of the coarse ones, that do not compile; without
-        `waiting` less those of waiting for data."""
+        """The mean seconds of the full steps, or of the coarse ones, that do not compile; without
+        `waiting` less those of waiting for data. None if there are none."""
         is_coarse = self.steps["step"] <= coarse_steps
         seconds = self.steps["step_s"]
         if not waiting:
             seconds = seconds - np.nan_to_num(self.steps["wait_s"])
-        return median(finite(seconds[(is_coarse == coarse) & (self.steps["compiles"] == 0)]))
+        counted = finite(seconds[(is_coarse == coarse) & (self.steps["compiles"] == 0)])
+        return float(np.mean(counted)) if len(counted) else None

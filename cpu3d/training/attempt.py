@@ -6,12 +6,13 @@ import os
 from datetime import datetime, timezone
 from typing import Optional
 
+from cpu3d.data.stores.store_decisions import grids_text
 from cpu3d.distributed.all_reduce import Exchange
 from cpu3d.host.apply import in_force
 from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import describe
-from cpu3d.plan import save_plan, with_forecast
+from cpu3d.plan import grids_of, save_plan, with_forecast
 from cpu3d.plan_text import learnable
 from cpu3d.run.config_json import save_config
 from cpu3d.run.log import flush_log, last_event
@@ -123,6 +124,8 @@ def _log_start(call: Call, fit: Fit) -> None:
         "versions": versions(),
         "engine": call.engine_name,
         "threads": threads,
+        "grids": grids_text(grids_of(config, fit.store)),
+        "case_share": call.plan.case_share,
         "device": config.device,
         "precision": config.unet.dtype,
         "policy": config.unet.policy,

@@ -237,16 +237,16 @@ class Fit:
         return self.data.training(self.step, end, self._watchdog.phase)
 
     def _timed(self, learner: Learner) -> float:
-        """Median seconds of a step of a learner, whose variables stay as they were."""
+        """Mean seconds of a step of a learner, whose variables stay as they were."""
         data = self._data_of(learner.config)
         micro_batches = data.training(self.step, self.step + TIMED_STEPS, self._watchdog.phase)
         before = learner.arrays()
-        step_s = []
-        for _ in range(TIMED_STEPS):
+        voxel_s = []
+        for step in range(self.step, self.step + TIMED_STEPS):
             _, seconds = self._compute(learner, micro_batches, rate=0.0)
-            step_s.append(seconds)
+            voxel_s.append(seconds / data.voxels(step))
         learner.restore(before)
-        return statistics.median(step_s[1:])
+        return statistics.median(voxel_s[1:]) * data.mean_voxels
 
     # --- Steps ---
 
@@ -304,7 +304,9 @@ class Fit:
             outcome, step_s = self._compute(self.learner, micro_batches, rate)
         waited_s = micro_batches.waited_s()
         if self._observer and self.step >= config.coarse_steps:
-            self._observer.note(step_s - waited_s - outcome.exchange_s)
+            # As long as a step on the run's largest grid would have taken.
+            largest = config.batch * math.prod(config.grid) / self.data.voxels(self.step)
+            self._observer.note((step_s - waited_s - outcome.exchange_s) * largest)
         self._watchdog.stepped(step_s)
         names = self.data.case_ids(self.step)
         wrong = wrong_loss(outcome, names, self.step + 1)
@@ -319,7 +321,7 @@ class Fit:
             loss=outcome.loss,
             dice=dict(zip(config.regions, map(float, outcome.dice.mean(0)))),
             learning_rate=rate,
-            voxels=config.batch * math.prod(self.learner.config.grid),
+            voxels=self.data.voxels(self.step - 1),
             step_s=step_s,
             wait_s=waited_s,
             exchange_s=outcome.exchange_s,

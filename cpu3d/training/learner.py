@@ -47,7 +47,7 @@ class Learner:
     def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
         self.config = config
         self._exchange = exchange
-        self.model = build_unet3d(config.unet, config.grid, config.micro)
+        self.model = build_unet3d(config.unet, batch_size=config.micro)
         for layer in self.model.layers:
             layer.trainable = not is_frozen(layer.name, config.freeze)
         # Those that a step moves without a gradient: frozen layers have none.
@@ -66,14 +66,19 @@ class Learner:
             self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in weights]
         # Without autograph: nothing in them branches on a tensor.
         compiled = functools.partial(tf.function, autograph=False)
-        self._step = compiled(self._train)
-        self._accumulate = compiled(self._add_micro_batch)
+        # Volumes of any size, for which one function is traced.
+        volume = (config.micro, None, None, None)
+        image = tf.TensorSpec((*volume, config.unet.channels), config.unet.dtype)
+        target = tf.TensorSpec((*volume, config.unet.outputs), tf.uint8)
+        one = tf.TensorSpec((1, *image.shape[1:]), image.dtype)
+        self._step = compiled(self._train, [image, target])
+        self._accumulate = compiled(self._add_micro_batch, [image, target])
         self._pack = compiled(self._packed)
         self._take = compiled(self._take_vector)
         self._apply = compiled(
             lambda: self._update([tf.convert_to_tensor(total) for total in self._sums])
         )
-        self._predict = compiled(lambda image: finest(self.model(image, training=False)))
+        self._predict = compiled(lambda image: finest(self.model(image, training=False)), [one])
 
     def step(
         self,

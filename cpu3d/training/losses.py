@@ -6,7 +6,7 @@ and hard Dice.
 Both take logits, and a target of 0 and 1 of any dtype; a voxel of 255 (`IGNORED`) counts in
 neither. With deep supervision each output is compared with every 2nd, 4th ... voxel of the same
 target;
-`loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their losses the one
+`loss_weights=head_weights(model.unet)` (models/supervision.py) makes of their losses the one
 that `train` minimises."""
 
 from typing import Any, Callable, Dict, Optional, Tuple
@@ -85,9 +85,10 @@ def _on_grid_or_finer(logits: tf.Tensor, target: Any) -> tf.Tensor:
     """The target. Raises ValueError if it is no map of as many regions on that grid or a multiple
     of it."""
     target = tf.convert_to_tensor(target)
-    if target.shape.rank is None or None in target.shape[1:]:
+    if None not in logits.shape[1:] and (target.shape.rank is None or None in target.shape[1:]):
         target = tf.ensure_shape(target, logits.shape)
-    steps = {fine / coarse for fine, coarse in zip(target.shape[1:-1], logits.shape[1:-1])}
+    sides = zip(target.shape[1:-1], logits.shape[1:-1])
+    steps = {fine / coarse for fine, coarse in sides if fine and coarse}
     is_other = len(target.shape) != len(logits.shape) or target.shape[-1] != logits.shape[-1]
     if is_other or any(step % 1 for step in steps):
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"

@@ -1,17 +1,20 @@
 """The data of a run's steps and validations: whole volumes or patches, in an order that follows
 from the position."""
 
+import functools
+import math
+import statistics
 import time
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.resolution import Resizing
+from cpu3d.data.region import round_up
+from cpu3d.data.resolution import field_of
 from cpu3d.data.sampling import ALL, Share, case_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
-from cpu3d.data.store import Store, case_region
-from cpu3d.decisions import volume_shape
+from cpu3d.data.store import Store, case_extent, case_region
 from cpu3d.settings import RunConfig
 
 # Patches prepared at a time if a card computes and the CPU is free for them.
@@ -34,18 +37,15 @@ class RunData:
         self._store = store
         self._share = share
         self._train_cases = store.manifest.split["train"]
+        self._extents = [case_extent(record, config.extent) for record in store.cases("train")]
         self.held_out = len(store.manifest.split["val"])
         self.reader = reader or open_reading(
             store,
             [split for split in ("train", "val") if store.manifest.split[split]],
             share=share,
         )
-        self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
-        # Between a volume and the network's grid, if they differ.
-        self.resizing: Optional[Resizing] = None
-        if config.resolution < 1:
-            resolution = config.resolution_by_axis
-            self.resizing = Resizing(config.grid, resolution, at_least=self.volume_shape)
+        # Voxels of a volume for one of the network's divisors.
+        self._multiple = field_of(config.unet.divisors, config.resolution_by_axis)
         self._common: Dict[str, Any] = {
             "extent": config.extent,
             "channels": config.channels,
@@ -81,19 +81,19 @@ class RunData:
             dataset = volume_dataset(
                 self._store,
                 split="train",
-                grid=config.grid,
+                multiple=config.unet.divisors,
                 resolution=config.resolution_by_axis,
                 **options,
             )
         return MicroBatches(dataset, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
-        """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not
-        augmented."""
+        """This worker's held-out cases (1, X, Y, Z, ...), whole, each on its own grid at full
+        resolution, not augmented."""
         dataset = volume_dataset(
             self._store,
             split="val",
-            grid=self.volume_shape,
+            multiple=self._multiple,
             stop=self.held_out,
             shuffle=False,
             share=self._share.singly(),
@@ -109,10 +109,30 @@ class RunData:
         """Where the case of this index among all `held_out` ones is in its volume of
         `validation`."""
         record = self._store.cases("val")[held_out]
-        region = case_region(record, self.volume_shape, self.config.extent)
+        extent = self.config.extent
+        size = round_up(case_extent(record, extent), self._multiple)
+        region = case_region(record, size, extent)
         sides = zip(region.padding(record.shape), region.size)
         x, y, z = (slice(before, size - after) for (before, after), size in sides)
         return x, y, z
+
+    def voxels(self, step: int) -> int:
+        """Voxels that all workers' networks see in a step."""
+        config = self.config
+        if config.is_patch:
+            return config.batch * math.prod(config.grid)
+        voxels = 0
+        for first in range(step * config.batch, (step + 1) * config.batch, config.micro):
+            indices = map(self._case_at, range(first, first + config.micro))
+            grids = [config.grid_of(self._extents[index]) for index in indices]
+            voxels += config.micro * math.prod(map(max, zip(*grids)))
+        return voxels
+
+    @functools.cached_property
+    def mean_voxels(self) -> float:
+        """The mean of `voxels` over the steps of an epoch."""
+        steps = max(len(self._train_cases) // self.config.batch, 1)
+        return statistics.fmean(self.voxels(step) for step in range(steps))
 
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""
@@ -120,8 +140,11 @@ class RunData:
         cases = self._train_cases
         names = []
         for position in range(step * batch, (step + 1) * batch):
-            names.append(cases[case_at(position, cases=len(cases), seed=self.config.seed)])
+            names.append(cases[self._case_at(position)])
         return names
+
+    def _case_at(self, position: int) -> int:
+        return case_at(position, cases=len(self._train_cases), seed=self.config.seed)
 
 
 class MicroBatches:

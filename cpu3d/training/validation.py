@@ -4,8 +4,7 @@ all scores.
 The loss is of each region's map. Dice is of the regions as `evaluate --raw` paints them, on the
 same grid: ET counts as TC wherever it is painted, whatever the map of TC says there, so the weights
 that are best are those whose label map is best. With whole volumes it is that of `evaluate` to
-rounding, if no case is larger than the training grid. Windows are placed over the largest box of
-the set here and over each case's own there, so a run on patches differs a little.
+rounding.
 """
 
 import functools
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.region import Array
+from cpu3d.data.resolution import Resizing
 from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.learner import Learner
@@ -25,6 +25,7 @@ from cpu3d.training.watchdog import StopRequest
 from memory_estimator.step.training_step import SCORED_SLABS
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.native.shared import IGNORED
+from models.strides import shape3
 from models.supervision import supervise
 
 
@@ -52,11 +53,11 @@ def validate(
     # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
     dtype = np.float32 if exchange.count > 1 else np.float64
     rows: Array = np.zeros((data.held_out, 1 + len(regions)), dtype)
-    loss = _compiled_loss()
     phase("validating")
     for case, (image, target) in zip(data.held_out_share(), data.validation()):
         logits = tf.convert_to_tensor(_whole_logits(data, learner.logits, image))
         dice = _painted_dice(target, logits, regions, data.inside(case))
+        loss = _compiled_loss(len(regions), logits.dtype)
         rows[case] = [float(loss(target, logits)), *dice]
         del logits  # before the next are made
         phase("validating")
@@ -83,10 +84,13 @@ def _whole_logits(
 ) -> tf.Tensor:
     """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or
     windows."""
-    if data.config.is_patch:
-        return sliding_window(logits_of, image, data.config.grid)[None]
-    if data.resizing:
-        return data.resizing.grow(logits_of(data.resizing.shrink(image)))
+    config = data.config
+    shape = shape3(image.shape[1:4])
+    if config.is_patch:
+        return sliding_window(logits_of, image, shape3(map(min, config.grid, shape)))[None]
+    if config.resolution < 1:
+        resizing = Resizing(config.grid_of(shape), config.resolution_by_axis)
+        return resizing.grow(logits_of(resizing.shrink(image)))
     return logits_of(image)
 
 
@@ -115,10 +119,12 @@ def _painted_dice(
 
 
 @functools.cache
-def _compiled_loss() -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+def _compiled_loss(regions: int, dtype: tf.DType) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """The loss that is minimised: target and logits of a whole volume -> a number."""
 
     def loss(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         return supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss
 
-    return tf.function(loss, autograph=False)
+    volume = (1, None, None, None, regions)
+    signature = [tf.TensorSpec(volume, tf.uint8), tf.TensorSpec(volume, dtype)]
+    return tf.function(loss, signature, autograph=False)

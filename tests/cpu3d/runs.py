@@ -132,14 +132,14 @@ def shared_learner(config):
 _LEARNERS = {}
 
 
-def shared_network(unet, weights, size, batch_size=1):
+def shared_network(unet, weights):
     """`compiled_network` of predictions; one that was compiled for other weights is taken again."""
-    key = repr((unet, size, batch_size))
+    key = repr(unet)
     if key not in _NETWORKS:
-        model = build_unet3d(unet, size, batch_size)
+        model = build_unet3d(unet, batch_size=1)
         function = tf.function(
             lambda image: tf.cast(finest(model(image, training=False)), tf.float32),
-            [tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)],
+            [tf.TensorSpec((1, None, None, None, unet.channels), unet.dtype)],
             autograph=False,
         )
         _NETWORKS[key] = model, function

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
+from cpu3d.data.stores.store_decisions import median_extent
+from cpu3d.decisions import largest_extent
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
@@ -240,8 +242,15 @@ def test_what_is_left_is_at_the_pace_of_the_last_attempt_if_it_was_computed_alik
     append_event(tmp_path, {"event": "start", **start, **changes})
     for step in range(1, 7):
         append_event(tmp_path, {"event": "step", "step": step, "step_s": 77.0})
-    step_s = 77.0 if own else plan.forecast.full.step_s
+    step_s = 77.0 if own else plan.forecast.full_step_s
     assert plan_with().left_s == pytest.approx(10 * step_s)
+
+
+def test_a_continued_run_keeps_the_reasons_of_what_was_decided_at_its_begin(begun, plan_with):
+    reasons = begun(**SMALL).reasons
+    assert {"strides", "policy"} <= set(reasons)
+    assert plan_with().reasons == reasons
+    assert plan_with(policy="speed").reasons == {"strides": reasons["strides"]}
 
 
 def test_a_continued_run_is_told_only_of_what_it_may_change(planned, priced):
@@ -356,10 +365,9 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     assert of_store["run"] == json.loads(json.dumps(plan.to_json()["run"]))
     assert plan.reasons["strides"].endswith(of_store["strides"]["reason"])
     depth = plan.config.unet.depth
-    box = store.manifest.largest_box
-    of_shape = estimated("--shape", *box, "--spacing", *THICK, "--depth", depth)
-    assert of_shape["strides"] == of_store["strides"]
-    assert of_shape["job"]["shape"] == list(plan.config.grid)
+    median = median_extent(store, "brain")
+    of_shape = estimated("--shape", *median, "--spacing", *THICK, "--depth", depth)
+    assert of_shape["strides"]["strides"] == of_store["strides"]["strides"]
 
 
 # --- The curriculum ---
@@ -381,7 +389,7 @@ def test_most_steps_are_coarse_where_the_grid_allows(planned, settings, coarse, 
     if steps:
         assert plan.config.at(5).grid == plan.config.coarse_grid
         assert plan.config.at(6).grid == plan.config.grid
-        wanted = steps * plan.forecast.coarse.step_s + (8 - steps) * plan.forecast.full.step_s
+        wanted = steps * plan.forecast.coarse_step_s + (8 - steps) * plan.forecast.full_step_s
         assert plan.training_s == pytest.approx(wanted)
         assert plan.forecast.coarse.process_peak_bytes < plan.forecast.full.process_peak_bytes
 
@@ -455,7 +463,9 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
     full = planned(policy="speed", **settings).forecast.full
     extra = 0
     if settings:
-        extra = whole_volume_bytes(full.job, phantom_store.manifest.largest_box, (1, 1, 1))
+        config = planned(**settings).config
+        volume = config.grid_of(largest_extent(phantom_store, config))
+        extra = whole_volume_bytes(full.job, volume, (1, 1, 1))
     alone = estimate(full.job, full.constants, full.accuracy)
     assert full.upper_bound_bytes == alone.upper_bound_bytes + extra
     split = {**phantom_store.manifest.split, "val": ()}

@@ -9,7 +9,7 @@ import pytest
 from cpu3d.settings import recipe_settings
 from memory_estimator.common.schema import add_options
 from memory_estimator.job import RECIPES, Job, JobOptions, job_from
-from memory_estimator.sources import JobSource, read_run, source_job
+from memory_estimator.sources import PLAN_SCHEMA, JobSource, read_run, source_job
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
 
@@ -89,7 +89,13 @@ def write_plan(folder, job=JOB, workers=2, settings=(), schedule=SCHEDULE, **cha
     """The folder of a run with that plan."""
     config = {"device": "cpu", **dict(settings)}
     job = dataclasses.asdict(job) if isinstance(job, Job) else job
-    plan = {"schema": 1, "workers": workers, "job": job, "config": config, "smaller_grids": None}
+    plan = {
+        "schema": PLAN_SCHEMA,
+        "workers": workers,
+        "job": job,
+        "config": config,
+        "smaller_grids": None,
+    }
     plan["schedule"] = dataclasses.asdict(schedule)
     (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
     return folder
@@ -121,7 +127,7 @@ def test_a_run_keeps_its_strides_and_one_that_halves_all_axes_names_none(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "of schema 1, got schema 2"),
+        ({"schema": 0}, f"of schema {PLAN_SCHEMA}, got schema 0"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"workers": 3}, "got 3 workers for batches of 4"),
         ({"config": {}}, "got no 'device'"),

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from models.config import UNetConfig
 from models.layer_plan import layer_plan, training_flops
+from models.losses import DEFAULT_LOSS
+from models.native import operations
 from models.unet3d import build_unet3d, weight_names
 from models.weights import network_weights
 
@@ -137,3 +139,41 @@ def test_initial_weights_depend_on_the_seed_and_the_layer_alone():
 
     np.testing.assert_array_equal(kernel(1, 3), kernel(1, 2))
     assert not np.array_equal(kernel(2, 2), kernel(1, 2))
+
+
+@pytest.mark.parametrize("computed_by", ["native operations", "layers"])
+@pytest.mark.parametrize(
+    "variant", [{"deep_supervision": True, "policy": "lean"}, {"norm": "batch", "residual": True}]
+)
+def test_one_compiled_function_takes_volumes_of_every_size(
+    variant, computed_by, request, monkeypatch
+):
+    if computed_by == "layers":
+        monkeypatch.setattr(operations, "in_use", lambda: False)
+    else:
+        request.getfixturevalue("needs_native")
+    config = UNetConfig(filters=4, depth=3, strides=((2, 2, 1), (2, 2, 2)), **variant)
+    network = build_unet3d(config)
+    first = network.get_weights()
+    step = tf.function(
+        lambda *volume: network.loss_and_gradients(DEFAULT_LOSS, *volume),
+        input_signature=[
+            tf.TensorSpec((None, None, None, None, config.channels)),
+            tf.TensorSpec((None, None, None, None, config.outputs), tf.uint8),
+        ],
+    )
+    rng = np.random.default_rng(0)
+    for batch, *shape in [(1, 8, 16, 6), (2, 16, 8, 4), (1, 8, 16, 6)]:
+        image = tf.constant(rng.standard_normal((batch, *shape, config.channels)), tf.float32)
+        target = tf.constant(rng.random((batch, *shape, config.outputs)) < 0.2, tf.uint8)
+        sized = build_unet3d(config, shape, batch)
+        network.set_weights(first)
+        sized.set_weights(first)
+        loss, score, gradients = step(image, target)
+        expected = sized.loss_and_gradients(DEFAULT_LOSS, image, target)
+        np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+        np.testing.assert_allclose(score, expected[1], rtol=1e-6)
+        for gradient, wanted in zip(gradients, expected[2]):
+            np.testing.assert_allclose(gradient, wanted, atol=1e-5 * np.abs(wanted).max())
+    with pytest.raises(ValueError, match="must be divisible by 4, 4 and 2 along"):
+        network.loss_and_gradients(DEFAULT_LOSS, image[:, :, :, :5], target[:, :, :, :5])

@@ -4,7 +4,7 @@
     shape = resampled_shape("a", shape, spacing_mm, target_mm)
     image = resample_image(volume, shape, spacing_mm)
     label = resample_label(label, shape)
-    answers = to_source_grid(probabilities, record)           # as they are if it was not resampled
+    answer = to_source_grid(probability, record)              # as it is if it was not resampled
 
 A case and its source cover the same box in space. So a voxel has the size next to the target's of
 which the box holds a whole number, and a case whose numbers of voxels stay is not resampled.
@@ -216,17 +216,26 @@ def resample_label(label: Array, shape: Shape3, ignore: Optional[int] = None) ->
     return made
 
 
-def to_source_grid(answers: Array, record: CaseRecord) -> Array:
-    """Bring probabilities `(X, Y, Z, R)` back from a case's grid in the store to that of its
-    source, in axes R A S, float32; as they are if both are the same."""
+def to_source_grid(answer: Array, record: CaseRecord, rows: slice = slice(None)) -> Array:
+    """Bring probabilities of a region `(X, Y, Z)` back from a case's grid in the store to that of
+    its source, in axes R A S, float32, or these rows of it along X, of `rows_for` them; as they are
+    if both are the same."""
     source = record.resampled_from
     if source is None:
-        return answers
-    taps = _taps_of(record.shape, source.shape)
-    made = np.empty((*source.shape, answers.shape[-1]), np.float32)
-    for region in range(answers.shape[-1]):
-        made[..., region] = _resample(answers[..., region], taps)
-    return made
+        return answer
+    along_x, *across = _taps_of(record.shape, source.shape)
+    indices = along_x.indices[rows]
+    part = Taps(indices - indices.min(), along_x.weights[rows])
+    return _resample(answer, (part, *across))
+
+
+def rows_for(rows: slice, record: CaseRecord) -> slice:
+    """The rows along X of a case's grid in the store that these of its source's are made of."""
+    source = record.resampled_from
+    if source is None:
+        return slice(*rows.indices(record.shape[0]))
+    indices = _taps(record.shape[0], source.shape[0], False).indices[rows]
+    return slice(int(indices.min()), int(indices.max()) + 1)
 
 
 # --- Interpolation along one axis after another ---

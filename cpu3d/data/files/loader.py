@@ -1,9 +1,10 @@
 """A sample of a stream, made by native/samples.py of a box of a case and of the numbers drawn."""
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -14,7 +15,17 @@ from cpu3d.data.native.samples import make_sample
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.sampling import ALL, ATTEMPTS, PatchSampling, Share, patch_at
+from cpu3d.data.resolution import shrinking
+from cpu3d.data.sampling import (
+    ALL,
+    ATTEMPTS,
+    Patch,
+    PatchSampling,
+    Share,
+    VolumeSampling,
+    patch_at,
+    volume_at,
+)
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from models.native.shared import IGNORED
@@ -60,27 +71,34 @@ class Loader:
 
     reader: Reader
     records: Sequence[CaseRecord]
-    sampling: PatchSampling
+    sampling: Union[PatchSampling, VolumeSampling]
     augment: AugmentConfig
     spec: SampleSpec
     share: Share
+    batch: int  # samples that become one, from sample `first` on
+    first: int
     mirrored: Sequence[int]  # axes along which samples may be mirrored
     normalisation: Sequence[Normalisation] = ()  # of the store
     resolution: Resolution3 = (1, 1, 1)  # that samples are averaged down to, before they are turned
 
     def __call__(self, sample: int) -> ImageAndTarget:
-        position = self.share.position(int(sample))
-        made = self._attempt(position, 0)
-        if self.spec.ignore is None or self.sampling.sampling == "centre":
+        sample = int(sample)
+        position = self.share.position(sample)
+        sampling = self.sampling
+        if isinstance(sampling, VolumeSampling):
+            begin = sample - (sample - self.first) % self.batch
+            together = [self.share.position(begin + index) for index in range(self.batch)]
+            return self._made(position, volume_at(position, sampling, self.records, together))
+        made = self._made(position, patch_at(position, sampling, self.records))
+        if self.spec.ignore is None or sampling.sampling == "centre":
             return made
         attempt = 1
         while attempt < ATTEMPTS and (made[1] == IGNORED).all():  # nothing is to be learnt of it
-            made = self._attempt(position, attempt)
+            made = self._made(position, patch_at(position, sampling, self.records, attempt))
             attempt += 1
         return made
 
-    def _attempt(self, position: int, attempt: int) -> ImageAndTarget:
-        patch = patch_at(position, self.sampling, self.records, attempt)
+    def _made(self, position: int, patch: Patch) -> ImageAndTarget:
         record = self.records[patch.case_index]
         drawn = draw(
             self.augment,
@@ -91,10 +109,14 @@ class Loader:
             mirrored=self.mirrored,
         )
         needed = patch.region
-        if drawn.matrix is not None and self.spec.shrinking is None:
+        weights: Optional[Tuple[Array, ...]] = None
+        if min(self.resolution) < 1:
+            weights = xyz(map(shrinking, patch.grid, patch.region.size, self.resolution))
+        elif drawn.matrix is not None:
             needed = _turned(patch.region, drawn.matrix)
         stored = _stored(self.reader, record, patch.region, needed)
-        return make_sample(stored, drawn, self.spec)
+        spec = dataclasses.replace(self.spec, grid=patch.grid, shrinking=weights)
+        return make_sample(stored, drawn, spec)
 
 
 def _turned(region: Region, matrix: Array) -> Region:

@@ -3,12 +3,12 @@ of its voxels, the boxes that volumes are cut to, the levels, strides and coarse
 default network, its regions.
 
     console.print(decided_table(store))               # at the end of `prepare`, and in `store info`
-    strides, why = strides_of_store(store, shape, depth)
+    strides, why = strides_of_store(store, median_extent(store, "brain"), depth)
 """
 
 import math
 import statistics
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 from cpu3d.data.cases.kinds import FROM_SHARE
 from cpu3d.data.cases.resample import in_mm, range_in_mm, target_spacing
@@ -16,7 +16,7 @@ from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, case_extent
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
@@ -51,21 +51,19 @@ class DecidedRow(NamedTuple):
 def decisions_of(store: Store) -> List[DecidedRow]:
     """What was decided for the data set of a store."""
     manifest = store.manifest
-    box = manifest.largest_box
-    depth, why_depth = depth_of_store(store, "brain", UNetConfig().depth)
-    strides, why_strides = strides_of_store(store, box, depth)
+    median = median_extent(store, "brain")
+    depth, why_depth = depth_of_store(store, median, UNetConfig().depth)
+    strides, why_strides = strides_of_store(store, median, depth)
     unet = UNetConfig(depth=depth, strides=strides)
-    multiples = f"the content box in multiples of {divisors_text(unet.divisors)}"
-    holds = "holds what is there, and every label, of any case"
+    multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
+    grids = [round_up(record.box.size, unet.divisors) for record in manifest.cases]
     return [
         *_normalised(manifest),
         _spacing(store),
-        DecidedRow("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
-        DecidedRow("content box", by(box, " x "), holds),
         DecidedRow("levels", str(depth), why_depth),
         DecidedRow("strides", strides_text(strides), why_strides),
-        DecidedRow("padded grid", by(round_up(box, unet.divisors), " x "), multiples),
-        _coarse_steps(box, unet),
+        DecidedRow("grids", grids_text(grids), multiples),
+        _coarse_steps(median, unet),
         *_regions(manifest),
     ]
 
@@ -87,23 +85,33 @@ def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, 
 
 
 def depth_of_store(
-    store: Store, extent: str, most: int, patch: Optional[Shape3] = None
+    store: Store, shape: Shape3, most: int, what: str = "the median case"
 ) -> Tuple[int, str]:
-    """The levels of a network, `most` at most, that sees the cases of a store as `extent` cuts
-    them, or patches of them, and why: by their median shape, as in nnU-Net."""
-    spacings_mm = []
-    shapes = []
-    for record in _of_splits(store.manifest, *DECIDING):
-        spacings_mm.append(record.spacing_mm)
-        shapes.append(record.box.size if extent == "brain" else record.shape)
-    shape = shape3(round(statistics.median(sides)) for sides in zip(*shapes))
-    what = "the median case"
-    if patch is not None:
-        shape = shape3(map(min, patch, shape))
-        what = "a patch of the median case"
-    spacing_mm = common_spacing(spacings_mm)
+    """The levels of a network, `most` at most, that sees `shape` voxels of a store's cases, and
+    why."""
+    spacing_mm = common_spacing(
+        record.spacing_mm for record in _of_splits(store.manifest, *DECIDING)
+    )
     depth = depth_for(spacing_mm, shape, most)
     return depth, depth_reason(what, shape, depth, most)
+
+
+def median_extent(store: Store, extent: str) -> Shape3:
+    """The median voxels X, Y, Z of the cases as `extent` cuts them, by which a network's levels and
+    strides are decided, as in nnU-Net."""
+    deciding = _of_splits(store.manifest, *DECIDING)
+    sides = zip(*(case_extent(record, extent) for record in deciding))
+    return shape3(round(statistics.median(lengths)) for lengths in sides)
+
+
+def grids_text(grids: Sequence[Shape3]) -> str:
+    """The smallest, the median and the largest of some grids, such as "64 x 64 x 32 to 96 x 96 x
+    64, 80 x 64 x 32 in the median"."""
+    ordered = sorted(grids, key=math.prod)
+    smallest, middle, largest = (by(ordered[n], " x ") for n in (0, len(ordered) // 2, -1))
+    if smallest == largest:
+        return largest
+    return f"{smallest} to {largest}, {middle} in the median"
 
 
 # --- Private helpers ---

@@ -4,11 +4,11 @@ case.
     ./run.sh export --run runs/first --format savedmodel --out exported
     ./run.sh export --run runs/first --format onnx --out exported --case data/BraTS-GLI-00001-000
 
-The network takes the image as it is in the file, cropped to the size that the run was trained on:
+The network takes the image as it is in the file, or its content box, of any size that divides:
 normalisation is inside, and everything is float32. OUT/export.json describes it: channels, how to
 crop and pad, what the outputs mean and how to paint a label from them, post-processing, weights,
-versions. That of a run on patches has its patch's size; who calls it slides it over a volume and
-gives the volume's statistics. `predict --network OUT` does all of it.
+versions. Who calls that of a run on patches slides it over a volume and gives the volume's
+statistics. `predict --network OUT` does all of it.
 
 At the end the files are read back and run on a case, as `predict --network` does: the store's first
 of test, val or train, or --case, from its files to the label. The result must be that of `predict`;
@@ -30,7 +30,7 @@ from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import cases_to_predict, check_exist
-from cpu3d.inference.export.contract import FILE, FILES, check_size, contract, exported_config
+from cpu3d.inference.export.contract import FILE, FILES, contract, exported_config
 from cpu3d.inference.postprocessing.rules import PostProcessing, Regions
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of
 from cpu3d.inference.runs import WEIGHTS, Inference, store_of_run, training_notes
@@ -85,8 +85,6 @@ def run(options: Options) -> int:
     exported = exported_config(config)
     exact = own if exported == config else Predictor(exported, own.weights, ONE_PASS)
     record, image, channels = _case_to_try(options, config, own)
-    if not exact.window:
-        check_size(exported, record, exact.region(record))
     postprocessing = postprocessing_of(options.run, config, options.weights)
     about = {
         **contract(exported, options.format, postprocessing),
@@ -102,11 +100,13 @@ def run(options: Options) -> int:
     with replace_files(out, (about["file"], FILE)) as new:
         write(exported, own.weights, new / about["file"])
         write_json(new / FILE, about)
-        answers = ExportedPredictor(new, ONE_PASS).probabilities(image, record, channels)
-        expected = exact.probabilities(image, record, channels)
+        answers = np.asarray(
+            ExportedPredictor(new, ONE_PASS).probabilities(image, record, channels)
+        )
+        expected = np.asarray(exact.probabilities(image, record, channels))
         as_predicted = expected
         if own is not exact:
-            as_predicted = own.probabilities(image, record, channels)
+            as_predicted = np.asarray(own.probabilities(image, record, channels))
         verification = _compared(
             answers, expected, as_predicted, record, own.regions, postprocessing
         )

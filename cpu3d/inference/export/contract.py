@@ -8,25 +8,22 @@ import dataclasses
 from typing import Any, Dict
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
-from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.region import Region
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.settings import RunConfig
-from memory_estimator.common.units import by
 
 FILE = "export.json"
-SCHEMA = 1  # of that file
+SCHEMA = 2  # of that file
 FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
 """Format -> file or folder of the network."""
 OUTPUT = "logits"  # name of a network's output
+SIDES = ("X", "Y", "Z")  # of an image, any that are multiples of what the network needs
 
 
 def exported_config(config: RunConfig) -> RunConfig:
-    """The run as it is exported: in float32, for images of its own grid, as padding beyond it would
-    change what is normalised. Raises InputError for a run at a lower resolution."""
+    """The run as it is exported: in float32. Raises InputError for a run at a lower resolution."""
     if config.resolution != 1:
         raise InputError(
             f"export needs a run at full resolution, got {config.resolution:g}: an exported "
@@ -36,17 +33,6 @@ def exported_config(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, unet=unet)
 
 
-def check_size(config: RunConfig, record: CaseRecord, region: Region) -> None:
-    """Raise InputError unless the region of a case that is predicted in one pass is of the exported
-    network's size."""
-    if region.size != config.grid:
-        raise InputError(
-            f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got "
-            f"{by(region.size, ' x ')}, what the run would see of it; predict such a case with "
-            "--run, or take another"
-        )
-
-
 def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) -> Dict[str, Any]:
     """Inputs and outputs of an exported network: everything in export.json that follows from
     `exported_config` and the post-processing.
@@ -54,7 +40,7 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
     It returns logits: the caller takes their mean over windows and mirror images, and then the
     sigmoid."""
     regions = config.codes_by_region  # in the order of the answer's last axis
-    answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
+    answer = {"dtype": "float32", "shape": [*SIDES, len(regions)], "regions": config.regions}
     paint = [
         [{"output": output, "code": code} for output, code in group]
         for group in paint_order(regions)
@@ -75,7 +61,8 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
         "axes": "RAS",
         "target_spacing_mm": config.target_spacing_mm,
         "mirrored_axes": mirrored_axes_of(config, Inference()),
-        "size": config.grid,
+        "multiples": config.unet.divisors,  # of the sides
+        "window": config.grid if config.is_patch else None,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,
         "format": format_,
@@ -94,7 +81,7 @@ def inputs_of(config: RunConfig) -> Dict[str, Dict[str, Any]]:
     )
     image = {
         "dtype": "float32",
-        "shape": [*config.grid, len(config.channels)],
+        "shape": [*SIDES, len(config.channels)],
         "axes": "X, Y, Z towards right, anterior, superior; then the channels",
         "values": f"intensities as in the file; {around}",
     }

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import InputError
-from cpu3d.inference.export.contract import OUTPUT, inputs_of
+from cpu3d.inference.export.contract import OUTPUT, SIDES, inputs_of
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_bytes
 from models.config import EPSILON
@@ -31,7 +31,7 @@ IR_VERSION = 8
 def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: Path) -> None:
     """Write the network of an `exported_config` with a run's weights, in Keras' order, to `folder`,
     with the one signature "serving_default". Raises OSError for a full disk."""
-    model = build_unet3d(config.unet, config.grid, batch_size=1)
+    model = build_unet3d(config.unet, batch_size=1)
     model.set_weights(weights)
     network = tf.keras.Model(model.input, finest(model.output))  # of plain layers
 
@@ -41,10 +41,10 @@ def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: 
 
     module = tf.Module()
     module.weights = network.weights  # not the Keras model, whose layers would be saved as well
-    signature = [
-        tf.TensorSpec(spec["shape"], spec["dtype"], name=name)
-        for name, spec in inputs_of(config).items()
-    ]
+    signature = []
+    for name, spec in inputs_of(config).items():
+        shape = [None if side in SIDES else side for side in spec["shape"]]
+        signature.append(tf.TensorSpec(shape, spec["dtype"], name=name))
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
@@ -76,7 +76,7 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
     channels_first = graph.add("Transpose", [_normalised(graph, config)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
     tensors = {}
-    for op in layer_plan(unet, config.grid):
+    for op in layer_plan(unet, unet.divisors):
         if op.kind is LayerKind.INPUT:
             tensors[op.name] = image
         elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
@@ -86,11 +86,11 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], OUTPUT)
     helper = onnx.helper
 
-    def info(name: str, shape: Sequence[int]) -> Any:
+    def info(name: str, shape: Sequence[Any]) -> Any:
         return helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
 
     inputs = [info(name, spec["shape"]) for name, spec in inputs_of(config).items()]
-    outputs = [info(OUTPUT, [*config.grid, unet.outputs])]
+    outputs = [info(OUTPUT, [*SIDES, unet.outputs])]
     whole = helper.make_graph(graph.nodes, "cpu3d", inputs, outputs, graph.constants)
     return helper.make_model(
         whole,

@@ -14,7 +14,7 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import in_units, levels_of
 from cpu3d.data.region import Region, xyz
 from cpu3d.errors import InputError
-from cpu3d.inference.export.contract import FILE, OUTPUT, SCHEMA, check_size
+from cpu3d.inference.export.contract import FILE, OUTPUT, SCHEMA
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.predictor import AS_TRAINED, Predictor
 from cpu3d.inference.runs import Inference, check_inference
@@ -24,7 +24,7 @@ from memory_estimator.common.files import read_record, typed
 
 class ExportedPredictor(Predictor):
     """The network of a folder that `export` has written, with the interface of a run's. Raises
-    InputError for a folder without one, and for a way to apply it that its size does not allow."""
+    InputError for a folder without one."""
 
     def __init__(self, folder: Path, inference: Inference = AS_TRAINED):
         try:
@@ -37,24 +37,13 @@ class ExportedPredictor(Predictor):
         config = config_from_json(about["config"])
         check_inference(config, inference)
         super().__init__(config, [], inference)
-        if self.window not in (None, config.grid):
-            raise InputError(
-                f"--window must be the network's {config.grid}, got {self.window}; leave --window "
-                "out"
-            )
         self.weights_choice = about["weights"]  # "best" or "last"
         self.weights_sha256 = about["weights_sha256"]
         self.postprocessing = typed(about["postprocessing"], PostProcessing)
         self._inputs = about["inputs"]
-        self._network = load_network(folder / about["file"], about["format"])
-        self._kept_network = lambda size: self._logits_of_tile
+        self._exported = load_network(folder / about["file"], about["format"])
+        self._network = self._logits_of_tile
         self._statistics: Dict[str, np.ndarray] = {}
-
-    def region(self, record: CaseRecord) -> Region:
-        region = super().region(record)
-        if not self.window:
-            check_size(self.config, record, region)
-        return region
 
     def _seen(
         self, image: np.ndarray, record: CaseRecord, region: Region, present: Sequence[str]
@@ -81,7 +70,7 @@ class ExportedPredictor(Predictor):
         return tf.constant(values[None, ..., picked])
 
     def _logits_of_tile(self, image: tf.Tensor) -> tf.Tensor:
-        return tf.constant(self._network(image=image.numpy()[0], **self._statistics)[None])
+        return tf.constant(self._exported(image=image.numpy()[0], **self._statistics)[None])
 
 
 def load_network(file: Path, format_: str) -> Callable[..., np.ndarray]:

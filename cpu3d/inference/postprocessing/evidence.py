@@ -10,7 +10,7 @@ some hundred numbers a case, so that the cases of all folds can decide together.
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Evidence:
 
 
 def gather(
-    answers: np.ndarray,
+    answers: Any,
     truth: np.ndarray,
     regions: Regions,
     spacing_mm: Spacing,
@@ -131,7 +131,7 @@ def gather(
         numbered[name] = predicted
         parts = connected_components((predicted > 0) & ~ignored[box])
         true = region_mask(truth[box], regions[name])
-        answer = answers[box][..., list(regions).index(name)]
+        answer = answers[..., list(regions).index(name)][box]
         components[name] = Components(
             voxels=tuple(np.bincount(predicted.ravel())[1:].tolist()),
             probability=tuple(largest_probability(answer, predicted).tolist()),

@@ -14,7 +14,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 from scipy import ndimage
@@ -70,7 +70,7 @@ class PostProcessing:
     rules: Dict[str, Rule] = dataclasses.field(default_factory=dict)  # by region
     off: str = ""  # the reason why nothing is done, else empty
 
-    def paint(self, answers: np.ndarray, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
+    def paint(self, answers: Any, regions: Regions, spacing_mm: Spacing) -> np.ndarray:
         """Paint probabilities `(X, Y, Z, R)` in the order of `regions` into a label `(X, Y, Z)`, as
         `label_from_regions` does, without what is removed. `spacing_mm` is as in `score_region`.
         `answers` stay as they are."""
@@ -82,7 +82,7 @@ class PostProcessing:
             if name in self.rules:
                 components = connected_components(region_mask(label[box], regions[name]))
                 sizes_mm3 = np.bincount(components.ravel())[1:] * voxel_mm3(spacing_mm)
-                answer = answers[box][..., list(regions).index(name)]
+                answer = answers[..., list(regions).index(name)][box]
                 probability = largest_probability(answer, components)
                 removed = self.rules[name].removed(sizes_mm3, probability)
                 is_removed = np.concatenate([[False], removed])  # by number; 0 is background

@@ -15,8 +15,8 @@ from cpu3d.data.cases.case import facts_of
 from cpu3d.data.files.reader import READ_MODES, Reader
 from cpu3d.data.manifest import Geometry, array_path, remake
 from cpu3d.data.nifti import affine_rows
-from cpu3d.data.region import by_axis, crop
-from cpu3d.data.resolution import Resizing
+from cpu3d.data.region import by_axis, crop, round_up
+from cpu3d.data.resolution import Resizing, field_of
 from cpu3d.data.sampling import Share
 from cpu3d.data.source import (
     Batches,
@@ -77,10 +77,10 @@ def other_stores(phantom_store, tmp_path_factory):
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
 def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
-    size = grid_size(phantom_store, extent=extent, multiple=16)
-    dataset = volume_dataset(phantom_store, extent=extent, shuffle=False)
+    dataset = volume_dataset(phantom_store, extent=extent, multiple=(16, 8, 2), shuffle=False)
     for record, (image, target) in in_step(phantom_store.cases("train"), dataset):
-        region = source.case_region(record, size, extent)
+        sides = record.box.size if extent == "brain" else record.shape
+        region = source.case_region(record, round_up(sides, (16, 8, 2)), extent)
         expected = source.normalise(np.asarray(phantom_store.image(record.case_id)), record, region)
         np.testing.assert_allclose(image[0], expected, atol=1e-5)
         brain = expected[expected != 0]
@@ -214,12 +214,12 @@ def rounded_crc32(dataset):
 def test_at_half_resolution_a_volume_is_the_mean_of_two_voxels_along_each_axis_that_has_it(
     phantom_store, resolution
 ):
-    extent = grid_size(phantom_store, extent="brain", multiple=1)
-    grid = network_grid(extent, by_axis(resolution), (8, 8, 8))
-    resizing = Resizing(grid, resolution, at_least=extent)
-    whole = volume_dataset(phantom_store, grid=resizing.field, stop=2)
+    multiple = field_of((8, 8, 8), resolution)
+    whole = volume_dataset(phantom_store, multiple=multiple, stop=2)
     half = volume_dataset(phantom_store, multiple=8, resolution=resolution, stop=2)
     for (image, target), (small, regions) in in_step(whole, half):
+        grid = small.shape[1:4]
+        resizing = Resizing(grid, resolution)
         means = []
         for volume in (image.numpy()[0], target.numpy()[0].astype(np.float32)):
             for axis, side in enumerate(grid):
@@ -252,6 +252,25 @@ def test_what_is_turned_keeps_its_shape_in_mm_and_is_what_is_around_a_patch(tmp_
     for _, target in volume_dataset(store, resolution=(0.5, 0.5, 1), **turns):
         places_mm = np.argwhere(target[0, ..., 0]) * (2, 2, 1)
         assert places_mm.std(axis=0) == pytest.approx([14 / np.sqrt(5)] * 3, rel=0.05)
+
+
+def test_volumes_have_their_own_grids_and_those_of_a_batch_the_least_that_holds_all(phantom_store):
+    how = {"multiple": (4, 2, 2), "seed": SEED, "stop": 6}
+    alone = list(volume_dataset(phantom_store, **how))
+    assert len({tuple(image.shape) for image, _ in alone}) > 1
+    pairs = list(volume_dataset(phantom_store, batch=2, **how))
+    for pair, members in zip(pairs, (alone[:2], alone[2:4], alone[4:])):
+        grid = tuple(map(max, *(image.shape[1:4] for image, _ in members)))
+        for index, member in enumerate(members):
+            for volumes, volume in zip(pair, member):
+                assert volumes.shape[1:4] == grid
+                assert np.count_nonzero(volumes[index]) == np.count_nonzero(volume)
+    later = volume_dataset(phantom_store, batch=2, start=2, **how)
+    assert hashes(later) == [digest(pair) for pair in pairs[1:]]
+    # of two workers each has one pair of a step's four
+    share = Share(1, workers=2, batch=4)
+    second = volume_dataset(phantom_store, batch=2, share=share, **{**how, "stop": 4})
+    assert hashes(second) == [digest(pairs[1])]
 
 
 # --- Failures ---

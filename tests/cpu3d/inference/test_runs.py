@@ -134,7 +134,8 @@ def test_values_out_of_range_are_refused(how):
 def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny_store):
     def answer(*sure):
         predictors = [FakePredictor(None, REGIONS, LABELS, sure=each) for each in sure]
-        return Ensemble(predictors).probabilities(tiny_store.image("a"), tiny_store.case("a"))
+        mean = Ensemble(predictors).probabilities(tiny_store.image("a"), tiny_store.case("a"))
+        return np.asarray(mean)
 
     np.testing.assert_allclose(answer(0.2, 0.9, 0.7), 0.6 * answer(1), rtol=1e-6)
     same = answer(0.7, 0.7, 0.7)

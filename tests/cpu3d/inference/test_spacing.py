@@ -56,8 +56,9 @@ class Perfect(FakePredictor):
 
     def probabilities(self, image, record, channels=()):
         label = self.store.label(record.case_id)
-        answers = [np.isin(label, codes) for codes in self.regions.values()]
-        return to_source_grid(np.stack(answers, -1).astype(np.float32), record)
+        masks = [np.isin(label, codes) for codes in self.regions.values()]
+        answers = [to_source_grid(mask.astype(np.float32), record) for mask in masks]
+        return np.stack(answers, -1)
 
 
 def test_the_bound_counts_the_answers_that_post_processing_is_decided_on(tmp_path):

@@ -166,7 +166,7 @@ def steps(first, *seconds):
         ([START], 5.0),  # as predicted, before there are steps
         ([START, *steps(21, 60.0)], 5.0),  # the first one compiles
         ([START, *steps(21, 60.0, 2.0, 3.0)], 5.0),  # too few
-        ([START, *steps(21, 60.0, 2.0, 3.0, 2.0)], 2.0),
+        ([START, *steps(21, 60.0, 1.0, 3.5, 1.5)], 2.0),
         # 3 s beside 4 steps. An earlier attempt does not count.
         ([START, *steps(21, 60, 9, 9), START, *steps(21, 60, 2, 2, 2), SCORE], 2.75),
         ([{"event": "start", "step": 20}, *steps(21, 60.0)], None),

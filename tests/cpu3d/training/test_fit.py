@@ -64,8 +64,9 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
 
 
 def budgeted(store, folder, monkeypatch):
-    """A run of 190 s, whose steps seem to take 10 s, the first one ten times as long."""
-    fit = start(store, folder, budget_minutes=190 / 60)
+    """A run of 190 s on one grid, whose steps seem to take 10 s, the first one ten times as
+    long."""
+    fit = start(store, folder, extent="full", budget_minutes=190 / 60)
     taken_s = []
     step = fit.learner.step
 
@@ -87,7 +88,7 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
     assert fit.fit_budget() == pytest.approx([10])
     assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
     fit.run()
-    start(phantom_store, tmp_path / "whole", steps=7).run()
+    start(phantom_store, tmp_path / "whole", steps=7, extent="full").run()
     assert_same_weights(tmp_path / "budget", tmp_path / "whole")
     assert rates_of(tmp_path / "budget") == rates_of(tmp_path / "whole")
 
@@ -103,7 +104,7 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
     with monkeypatch.context() as patch:
         patch.setattr(fit_module, "time", clock)
         scores_are(patch, 1, 1, 1, then=lambda: taken_s.append(1000))
-        start(phantom_store, tmp_path, epochs=1).run()
+        start(phantom_store, tmp_path, epochs=1, extent="full").run()
     assert newest(tmp_path).state["trained_s"] == 1020
     fit = budgeted(phantom_store, tmp_path, monkeypatch)
     fit.fit_budget()
@@ -204,7 +205,7 @@ HALF = {"curriculum": "half", "steps": 16, "validations": 2}
 def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_grid(
     phantom_store, tmp_path
 ):
-    fit = start(phantom_store, tmp_path, **HALF)
+    fit = start(phantom_store, tmp_path, extent="full", **HALF)
     coarse = math.prod(fit.config.coarse_grid)
     full = math.prod(fit.config.grid)
     assert coarse < full / 4

@@ -5,10 +5,11 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice, hard_dice
+from models.config import UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.native import operations
 from models.native.shared import IGNORED
-from models.supervision import supervise
+from models.supervision import head_weights, supervise
 
 
 @pytest.fixture(params=["native operations", "TensorFlow's"])
@@ -20,10 +21,13 @@ def computed_by(request, monkeypatch):
         request.getfixturevalue("needs_native")
 
 
+WEIGHTS = (1.0, 0.25, 0.5)  # of heads
+
+
 @tf.custom_gradient
 def dice_cross_entropy(target, *logits):
     """Loss and soft Dice, of one head or several."""
-    supervised = supervise(LOSSES[DEFAULT_LOSS], target, logits)
+    supervised = supervise(LOSSES[DEFAULT_LOSS], target, logits, WEIGHTS[: len(logits)])
     return (supervised.loss, supervised.score), lambda upstream, _: (
         None,
         *supervised.slopes(upstream),
@@ -65,7 +69,13 @@ def test_soft_dice_of_four_voxels(target, probabilities, dice):
     )
 
 
-def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(computed_by):
+def test_heads_weigh_one_half_quarter_by_resolution():
+    unet = UNetConfig(depth=4, strides=((2, 2, 1), (2, 2, 1), (2, 2, 2)), deep_supervision=True)
+    assert head_weights(unet) == pytest.approx([4 / 7, 1 / 7, 2 / 7])
+    assert head_weights(UNetConfig(depth=4)) == [1]
+
+
+def test_deep_supervision_weighs_heads_and_reads_every_nth_voxel(computed_by):
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
     logits = []
@@ -76,7 +86,7 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(comp
         parts.append(dice_cross_entropy(target[:, ::step, ::step], logits[-1]))
     loss, dice = dice_cross_entropy(target, *logits)
     (full, expected_dice), (quarter, _), (half, _) = parts
-    np.testing.assert_allclose(loss, (full + half / 2 + quarter / 4) / 1.75, rtol=1e-6)
+    np.testing.assert_allclose(loss, full + quarter / 4 + half / 2, rtol=1e-6)
     np.testing.assert_array_equal(dice, expected_dice)
 
 

@@ -33,7 +33,7 @@ def compiled(more):
     model.compile(
         RuleOptimizer("muon", momentum=0.8),
         DiceCrossEntropy(),
-        loss_weights=head_weights(model.outputs),
+        loss_weights=head_weights(model.unet),
         metrics=[RegionDice(0, "WT")],
     )
     return model
@@ -66,7 +66,7 @@ def test_its_loss_is_the_one_that_train_minimises():
     expected, *_ = model.loss_and_gradients(DEFAULT_LOSS, image, target)
     losses = [
         model.loss(target, head) * weight
-        for head, weight in zip(model(image), head_weights(model.outputs))
+        for head, weight in zip(model(image), head_weights(model.unet))
     ]
     assert float(sum(losses)) == pytest.approx(float(expected), rel=1e-5)
 

@@ -17,6 +17,7 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.runs import Inference
 from cpu3d.run.checkpoint import newest
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.log import last_event
@@ -90,17 +91,16 @@ def test_a_run_learns_and_its_best_weights_are_those_of_its_only_validation(lear
 def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(
     phantom_store, learnt
 ):
-    predictor = load_predictor(learnt)
+    predictor = load_predictor(learnt, inference=Inference(flips=False))
     assert predictor.window == (16, 16, 16)
     scores = evaluate_split(predictor, phantom_store, "val", learnt)["summary"]
     scored = last_event(learnt, "validation")
     assert scored["cases"] == 1
-    # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in
-    # a validation. In one pass of the whole volume WT differs by 0.25.
+    # In one pass of the whole volume WT differs by 0.25.
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores.items()}
-    assert scored["dice"] == pytest.approx(dice, abs=0.12)
+    assert scored["dice"] == pytest.approx(dice, abs=1e-3)
     (record,) = phantom_store.cases("val")
-    answers = predictor.probabilities(phantom_store.image(record.case_id), record)
+    answers = np.asarray(predictor.probabilities(phantom_store.image(record.case_id), record))
     inside = record.box.slices(record.shape)
     assert np.all(answers[inside] > 0)
     answers[inside] = 0

@@ -11,11 +11,9 @@ from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.kinds import is_ct
 from cpu3d.data.cases.notes import case_notes
 from cpu3d.data.datasets.layouts import CaseFiles
-from cpu3d.data.files.loader import Loader, labelled, open_reading
-from cpu3d.data.native.spec import SampleSpec
 from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, bounding_box, centred, whole
-from cpu3d.data.sampling import ALL, PatchSampling
+from cpu3d.data.source import volume_dataset
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
@@ -195,19 +193,9 @@ def test_a_normalisation_that_is_typed_wrong_leaves_no_store_behind(tmp_path, ct
 
 def samples(store, augment=NO_AUGMENT):
     """All samples of the training cases, in voxels around the whole grid."""
-    size = (16, 16, 16)
-    records = labelled(store, "train")
-    load = Loader(
-        open_reading(store),
-        records,
-        PatchSampling(size, "centre", extent="full", seed=3),
-        augment,
-        SampleSpec(size, (0,), ((1,),)),
-        share=ALL,
-        mirrored=augment.mirrored_axes(()),
-        normalisation=store.manifest.normalisation,
-    )
-    return [load(index)[0] for index in range(6 * len(records))]
+    stop = 6 * len(store.cases("train"))
+    how = {"extent": "full", "grid": (16, 16, 16), "seed": 3, "augment": augment, "stop": stop}
+    return [image.numpy()[0] for image, _ in volume_dataset(store, **how)]
 
 
 @pytest.mark.parametrize("augment", [NO_AUGMENT, EVERY], ids=["plain", "every change"])

@@ -207,12 +207,12 @@ def test_a_label_that_vanishes_is_said(tmp_path):
 def test_answers_come_back_to_the_grid_of_the_source(tmp_path, spacing_mm, least, axes):
     case = load(tmp_path, spacing_mm, ISO, axes)
     record = case.record
-    answers = np.stack([case.label >= 1, case.label == 2], -1).astype(np.float32)
-    back = to_source_grid(answers, record)
-    assert back.dtype == np.float32
     source = to_ras(*read_volume(tmp_path / "labelsTr/a.nii.gz"))
-    for region, truth in enumerate((source >= 1, source == 2)):
-        answer = back[..., region] >= 0.5
+    for seen, truth in ((case.label >= 1, source >= 1), (case.label == 2, source == 2)):
+        back = to_source_grid(seen.astype(np.float32), record)
+        assert back.dtype == np.float32
+        answer = back >= 0.5
         dice = 2 * np.count_nonzero(answer & truth) / (answer.sum() + truth.sum())
         assert dice > least
-    np.testing.assert_allclose(to_source_grid(np.ones_like(answers), record), 1, rtol=1e-6)
+    everywhere = np.ones(record.shape, np.float32)
+    np.testing.assert_allclose(to_source_grid(everywhere, record), 1, rtol=1e-6)

@@ -9,6 +9,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.store_decisions import (
     decisions_of,
     depth_of_store,
+    median_extent,
     strides_of_store,
 )
 from models.strides import strides_text
@@ -32,21 +33,21 @@ def decided(store):
 
 
 @pytest.mark.parametrize(
-    ("boxes", "patch", "seen", "depth"),
+    ("boxes", "seen", "depth"),
     [
         # the hippocampus' median: 36 50 35, 18 25 18, 9 13 9, 5 7 5
-        ([(31, 40, 24), (36, 50, 35), (43, 59, 47)], None, "36 x 50 x 35", 4),
+        ([(31, 40, 24), (36, 50, 35), (43, 59, 47)], "36 x 50 x 35", 4),
         # of the test split, which decides nothing, it would be five
-        ([(36, 50, 35)] * 3 + [(160, 192, 160)], None, "36 x 50 x 35", 4),
-        ([(138, 177, 144)] * 3, None, "138 x 177 x 144", 5),
+        ([(36, 50, 35)] * 3 + [(160, 192, 160)], "36 x 50 x 35", 4),
+        ([(138, 177, 144)] * 3, "138 x 177 x 144", 5),
         # the median of each axis: 40 40 40
-        ([(40, 8, 40), (8, 40, 40), (40, 40, 8)], None, "40 x 40 x 40", 4),
-        ([(36, 50, 35)] * 3, (99, 40, 99), "36 x 40 x 35", 4),
-        ([(3, 3, 3)] * 3, None, "3 x 3 x 3", 2),
+        ([(40, 8, 40), (8, 40, 40), (40, 40, 8)], "40 x 40 x 40", 4),
+        ([(3, 3, 3)] * 3, "3 x 3 x 3", 2),
     ],
 )
-def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(boxes, patch, seen, depth):
-    made, why = depth_of_store(in_boxes(*boxes, boxes[0]), "brain", 5, patch)
+def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(boxes, seen, depth):
+    store = in_boxes(*boxes, boxes[0])
+    made, why = depth_of_store(store, median_extent(store, "brain"), 5)
     assert made == depth
     assert f"the median case has {seen} voxels" in why
 
@@ -56,7 +57,6 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     data = spaced_set(tmp_path / "data", dict(zip("abcd", [thick] * 3 + [(1.0, 1.0, 1.0)])))
     prepare(data, tmp_path / "store", workers=1, spacing=Keep.OFF)
     store = open_store(tmp_path / "store").with_split(SPLIT)
-    assert store.manifest.largest_shape == (48, 40, 32)
     strides, why = strides_of_store(store, (48, 40, 32), 4)
     # 1 1 4, 2 2 4, 4 4 4 mm; 48 40 32 voxels become 12 10 32 and then 6 5 16
     assert strides_text(strides) == "2,2,1 2,2,1 2,2,2"
@@ -65,8 +65,7 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     made = decided(store)
     # the median brain has 44 36 8, then 22 18 8, 11 9 8, 6 5 4
     assert (made["levels"], made["strides"]) == ("4", "2,2,1 2,2,1 2,2,2")
-    assert store.manifest.largest_box == (44, 36, 30)
-    assert made["padded grid"] == "48 x 40 x 30"
+    assert made["grids"] == "48 x 40 x 8 to 48 x 40 x 30, 48 x 40 x 8 in the median"
 
 
 @pytest.mark.parametrize(("ignore", "value"), [(None, "none"), (2, "2 core")])

@@ -53,7 +53,7 @@ def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_
     content = json.loads(printed("info", store, "--json").out)
     decided = {row["name"]: row["value"] for row in content["decided"]}
     assert all(row["why"] for row in content["decided"])
-    assert (decided["channel FLAIR"], decided["grid"]) == ("zscore-foreground", "6 x 5 x 4")
+    assert (decided["channel FLAIR"], decided["grids"]) == ("zscore-foreground", "4 x 4 x 2")
     assert decided["region TC"] == "2 non-enhancing tumor, 3 enhancing tumour"
     assert re.search(f"levels +{decided['levels']} ", printed("info", store).out)
 
