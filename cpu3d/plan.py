@@ -60,7 +60,6 @@ from memory_estimator.training import ExtraMemory, Forecast, Schedule
 from models.engine import check_layers
 from models.strides import strides_line
 
-KEPT_REASONS = ("depth", "strides", "policy")  # of what a run that continues does not decide anew
 NO_RUN = Path("/nonexistent")  # the folder of a plan that is of no run
 
 
@@ -430,11 +429,9 @@ def _continued(
             problems.append(f"{rule}, got {given}; leave it out, or train into another folder")
     raise_if_any(problems)
     in_all = chosen_again(before, chosen)
-    reasons = {
-        name: why
-        for name, why in kept_plan.get("reasons", {}).items()
-        if name in KEPT_REASONS and name not in chosen
-    }
+    reasons = kept_plan.get("reasons", {})
+    for name in ("memory", *chosen):  # which is another now
+        reasons.pop(name, None)
     plan = Plan(config, split, True, workers, in_all, done, reasons=reasons)
     steps = plan.steps
     if not config.has_open_length and steps < done:

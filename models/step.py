@@ -44,6 +44,9 @@ class Pass:
     @tf.autograph.experimental.do_not_convert
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
         """Logits of each head, the finest first, of an image (N, X, Y, Z, C)."""
+        sides = image.shape[1:4]
+        if sides.is_fully_defined():
+            self.unet.check_shape(tuple(sides))
         self._made[self.program.image] = Source(image)
         self._run(self.program.forward)
         return [self._made[head].raw for head in self.program.logits]

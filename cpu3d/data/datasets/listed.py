@@ -12,6 +12,8 @@ from cpu3d.data.datasets.dataset_json import LABELS_RULE, Description, Entry, de
 from cpu3d.data.datasets.names import (
     VOLUME_END,
     channel_key,
+    composed,
+    file_named,
     ids_of_cases,
     name_of,
     read_name,
@@ -45,7 +47,8 @@ def read_listed(path: Path) -> Dataset:
         entries = []
         layout = "nnunet"
         named = [
-            _Named(case_id, case.images, case.label) for case_id, case in about.listing.items()
+            _Named(composed(case_id), case.images, case.label)
+            for case_id, case in about.listing.items()
         ]
         raise_if_any(_outside(path, named))
         named = named or _in_folders(about)
@@ -111,8 +114,8 @@ def _of_files(about: Description, named: Iterable[_Named]) -> Tuple[List[CaseFil
     cases = []
     bad: Problems = {}
     for case_id, images, label in named:
-        paths = tuple(folder / name for name in images)
-        label_path = folder / label if label else None
+        paths = tuple(file_named(folder, name) for name in images)
+        label_path = file_named(folder, label) if label else None
         cases.append(CaseFiles(case_id, case_id, paths, label_path))
         problems = _order_problems(about, case_id, images)
         for path, name in zip((*paths, label_path), (*images, label)):
@@ -157,7 +160,7 @@ def _numbered(about: Description, images: List[str]) -> List[str]:
     """The files of a case, of which nnU-Net 1 lists imagesTr/CASE.nii.gz for
     imagesTr/CASE_0000.nii.gz and so on."""
     folder = about.path.parent
-    if len(images) > 1 or (folder / images[0]).is_file():
+    if len(images) > 1 or file_named(folder, images[0]).is_file():
         return images
     files = [VOLUME_END.sub(rf"_{n:04d}\g<0>", images[0]) for n in range(len(about.channels))]
     return files if any((folder / name).is_file() for name in files) else images

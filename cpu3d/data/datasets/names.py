@@ -87,21 +87,33 @@ def folders_with_volumes(folder: Path, out: Optional[Path] = None) -> List[Path]
     return found
 
 
+def composed(name: str) -> str:
+    """A name in the Unicode form that names are compared in: macOS writes an accent as a character
+    of its own, most others as one with its letter."""
+    return unicodedata.normalize("NFC", name)
+
+
+def file_named(folder: Path, name: str) -> Path:
+    """The file of a relative path in `folder`, where it may be in the other Unicode form."""
+    other = folder / unicodedata.normalize("NFD", name)
+    return other if other.exists() else folder / name
+
+
 def name_of(folder: Path) -> str:
-    """A folder's name, also of "." and of a link."""
-    return folder.resolve().name
+    """A folder's name, also of "." and of a link, `composed`."""
+    return composed(folder.resolve().name)
 
 
 def stem_of(path: Path) -> str:
-    """A volume's name without its ending."""
-    return VOLUME_END.sub("", path.name)
+    """A volume's name without its ending, `composed`."""
+    return composed(VOLUME_END.sub("", path.name))
 
 
 def ids_of_cases(names: Sequence[str], images: Sequence[Path]) -> List[str]:
     """The ids of cases by the names of their files, given with an image of each; where more cases
     differ in the name of a folder, as of files that have the same name in each patient's, that of
     the nearest such."""
-    folders = [image.absolute().parent.parts[::-1] for image in images]
+    folders = [Path(composed(str(image.absolute()))).parent.parts[::-1] for image in images]
     ids = max((names, *zip(*folders)), key=lambda level: len({*level} - {""}), default=())
     return [name or nearest[0] for name, nearest in zip(ids, folders)]
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Collection, Dict, List, Mapping, Tuple
 
+from cpu3d.data.datasets.names import composed
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_text, reason
@@ -73,7 +74,7 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         if len(row) != 2 or not all(row):
             problems.append(f"{line} must be a case and its patient, got {row}; correct the line")
             continue
-        case_id, patient = row
+        case_id, patient = map(composed, row)
         if patients.setdefault(case_id, patient) != patient:
             rule = f"{line} must give case {case_id} one patient"
             problems.append(f"{rule}, got {patient} too; keep one")

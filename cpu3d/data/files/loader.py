@@ -90,7 +90,7 @@ class Loader:
             together = [self.share.position(begin + index) for index in range(self.batch)]
             return self._made(position, volume_at(position, sampling, self.records, together))
         made = self._made(position, patch_at(position, sampling, self.records))
-        if self.spec.ignore is None or sampling.sampling == "centre":
+        if self.spec.ignore is None:
             return made
         attempt = 1
         while attempt < ATTEMPTS and (made[1] == IGNORED).all():  # nothing is to be learnt of it

@@ -23,6 +23,7 @@ from memory_estimator.common.units import by
 from models.config import UNetConfig
 from models.strides import (
     LEAST_COARSE_VOXELS,
+    Spacing3,
     Strides,
     axes_text,
     coarse_grid,
@@ -77,9 +78,7 @@ def decided_table(store: Store) -> Table:
 def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, str]:
     """The strides of a network of `depth` levels that sees `shape` voxels of a store's cases, and
     why: by the size of voxels."""
-    spacing_mm = common_spacing(
-        record.spacing_mm for record in _of_splits(store.manifest, *DECIDING)
-    )
+    spacing_mm = _spacing_of(store)
     strides = strides_for(spacing_mm, shape, depth)
     return strides, strides_reason(spacing_mm, shape, depth)
 
@@ -89,9 +88,7 @@ def depth_of_store(
 ) -> Tuple[int, str]:
     """The levels of a network, `most` at most, that sees `shape` voxels of a store's cases, and
     why."""
-    spacing_mm = common_spacing(
-        record.spacing_mm for record in _of_splits(store.manifest, *DECIDING)
-    )
+    spacing_mm = _spacing_of(store)
     depth = depth_for(spacing_mm, shape, most)
     return depth, depth_reason(what, shape, depth, most)
 
@@ -121,6 +118,10 @@ def _of_splits(manifest: Manifest, *names: str) -> List[CaseRecord]:
     """The cases of these splits, or all if there are none."""
     ids = {case_id for name in names for case_id in manifest.split[name]}
     return [record for record in manifest.cases if record.case_id in ids or not ids]
+
+
+def _spacing_of(store: Store) -> Spacing3:
+    return common_spacing(record.spacing_mm for record in _of_splits(store.manifest, *DECIDING))
 
 
 def _normalised(manifest: Manifest) -> List[DecidedRow]:
@@ -181,8 +182,7 @@ def _regions(manifest: Manifest) -> List[DecidedRow]:
     for region, codes in manifest.regions.items():
         labels = ", ".join(names.get(code, str(code)) for code in codes)
         lines.append(DecidedRow(f"region {region}", labels, why))
-    ignored = DecidedRow("ignored label", "none", "no label is named so, and none was chosen")
     if manifest.ignore is not None:
-        label = names[manifest.ignore]
-        ignored = DecidedRow("ignored label", label, "not annotated: neither learnt nor scored")
-    return [*lines, ignored]
+        why = "not annotated: neither learnt nor scored"
+        lines.append(DecidedRow("ignored label", names[manifest.ignore], why))
+    return lines

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import split_cases
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
-from tests.cpu3d.data.made_datasets import decathlon
+from tests.cpu3d.data.made_datasets import dataset_json, decathlon
 
 TENTHS = (0.8, 0.1, 0.1)
 PATIENTS = st.dictionaries(st.text(min_size=1), st.sampled_from("abcdefghijkl"), min_size=1)
@@ -297,6 +298,18 @@ def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_writte
         assert re.search(pattern, line)
         assert "--splits" in line
     assert not (tmp_path / "store").exists()
+
+
+def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset):
+    composed = ("\u00e91", "\u00e92", "\u00e93")
+    data = dataset(*(unicodedata.normalize("NFD", name) for name in composed))  # as of macOS
+    with dataset_json(data) as content:
+        for case, name in zip(content["training"], composed):
+            case.update(image=f"imagesTr/{name}.nii.gz", label=f"labelsTr/{name}.nii.gz")
+    table = tmp_path / "table"
+    table.write_text("".join(f"{name},p{name}\n" for name in composed))
+    manifest = prepare(data, tmp_path / "store", workers=1, patients=table)
+    assert sorted(case.case_id for case in manifest.cases) == list(composed)
 
 
 @pytest.mark.parametrize("content", [[ONE], ONE])
