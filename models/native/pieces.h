@@ -27,6 +27,22 @@ struct work {
     int sums;         /* cost of clearing and adding up the sums of two such blocks */
 };
 
+/* Costs of a cut, about: in units of forming a row of a block of 16 channels. */
+enum {
+    ROW_PRODUCTS_COST = 8, /* of transformed rows; their loads take as long as products of */
+    ROW_LOAD_TILES = 3,    /* so many tiles of Winograd's, or for a filter gradient */
+    ROW_LOAD_UNITS = 3,    /* so many units; */
+    ROW_SUMS_UNITS = 30,   /* and sums of a filter gradient, cleared and added up, as long as these */
+    DIRECT_PRODUCTS_COST = 3,
+    DIRECT_LOAD_COST = 1,
+    DIRECT_LOAD_POSITIONS = 27,  /* whose products take as long as what comes with each plane, */
+    DIRECT_SUMS_POSITIONS = 200, /* and as clearing and adding up the sums of a group and a block */
+    UP_FORM_FINE = 8,            /* of forming a block of the gradient's four fine rows */
+    UP_PRODUCTS_COST = 16,
+    UP_SUMS_VOXELS = 24, /* whose products take as long as clearing and adding up */
+    UP_DIRECT_PRODUCTS_COST = 4,
+};
+
 struct cut {
     struct work work;
     int x_count, y_count, input_count, output_count; /* pieces in each direction */

@@ -75,20 +75,6 @@ LOSS_TERMS = 4  # sums of each region of a loss: native.h
 LOSS_BLOCK_VALUES = 8192  # of logits in a block of rows, about: some microseconds of work
 ORTHOGONAL_BLOCKS = 8  # of a symmetric matrix; fewer are over before another thread is awake
 
-# Costs of a cut (pieces.h), about: in units of forming a row of a block of 16 channels.
-ROW_PRODUCTS_COST = 8  # of transformed rows; their loads take as long as products of
-ROW_LOAD_TILES = 3  # so many tiles of Winograd's, or for a filter gradient
-ROW_LOAD_UNITS = 3  # so many units;
-ROW_SUMS_UNITS = 30  # and sums of a filter gradient, cleared and added up, as long as these
-DIRECT_PRODUCTS_COST = 3
-DIRECT_LOAD_COST = 1
-DIRECT_LOAD_POSITIONS = 27  # whose products take as long as what comes with each plane,
-DIRECT_SUMS_POSITIONS = 200  # and as clearing and adding up the sums of a group and a block
-UP_FORM_FINE = 8  # of forming a block of the gradient's four fine rows
-UP_PRODUCTS_COST = 16
-UP_SUMS_VOXELS = 24  # whose products take as long as clearing and adding up
-UP_DIRECT_PRODUCTS_COST = 4
-
 CONSTANTS = {name: value for name, value in globals().items() if isinstance(value, int)}
 
 

@@ -14,12 +14,10 @@ from typing import (
     Collection,
     Container,
     Dict,
-    Iterable,
     Iterator,
     List,
     Mapping,
     Sequence,
-    Set,
     Tuple,
 )
 
@@ -132,7 +130,7 @@ class Splitting:
         if not self.folds:
             return split_cases(patients, fractions=self.fractions, seed=self.seed)
         held_out = set(self.folds[0]["val"])
-        named = _named_by(self.folds)
+        named = {case_id for fold in self.folds for side in FOLD_SPLITS for case_id in fold[side]}
         sets = {"train": named - held_out, "val": held_out, "test": set(patients) - named}
         return {name: tuple(sorted(ids & set(patients))) for name, ids in sets.items()}
 
@@ -178,11 +176,12 @@ class _Division(msgspec.Struct, forbid_unknown_fields=True):
 
     train: Annotated[List[str], msgspec.Meta(min_length=1)]
     val: Annotated[List[str], msgspec.Meta(min_length=1)]
+    test: List[str] = []  # cases that are not named are of it, too
 
 
 def read_folds(path: Path) -> Tuple[Split, ...]:
     """The folds in a file as nnU-Net's splits_final.json: a list of {"train": [ids], "val": [ids]}.
-    A single one, in a list or not, is a fixed division.
+    A single one, in a list or not, is a fixed division, which may name "test" as well.
 
     Ids may end in .nii.gz. Raises InputError for other content."""
     try:
@@ -196,7 +195,7 @@ def read_folds(path: Path) -> Tuple[Split, ...]:
     folds = []
     for division in divisions:
         fold = {}
-        for side in FOLD_SPLITS:
+        for side in SPLITS:
             ids = getattr(division, side)
             fold[side] = tuple(sorted(stem_of(Path(case_id)) for case_id in ids))
             check_printable(f"--splits {path}", fold[side])
@@ -211,7 +210,8 @@ def check_folds(
     `labelled` case of the data set, and cases that are twice in a fold or held out by two. `bad`
     are its cases that cannot be used, which may be named too."""
     problems = []
-    for case_id in sorted(_named_by(folds) - {*labelled, *bad}):
+    named = {case_id for fold in folds for ids in fold.values() for case_id in ids}
+    for case_id in sorted(named - {*labelled, *bad}):
         rule = f"case {case_id} of {name} must be a case with a label"
         problems.append(f"{rule}, got none of the data set; correct the id or take it out")
     for number, fold in enumerate(folds, 1):
@@ -229,11 +229,6 @@ def check_folds(
         if n > 1
     ]
     raise_if_any(problems)
-
-
-def _named_by(folds: Iterable[Split]) -> Set[str]:
-    """The cases that folds name."""
-    return {case_id for fold in folds for side in FOLD_SPLITS for case_id in fold[side]}
 
 
 def describe_folds(folds: Sequence[Split], split: Split) -> List[str]:

@@ -286,6 +286,7 @@ def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, da
         ([ONE, {"train": ["b", "b"], "val": ["b"]}], ["case b .* fold 2 .* once, got 3"]),
         ([ONE, {"train": ["b", "x"], "val": ["y"]}], ["case x .* got none", "case y .* got none"]),
         ([ONE, {"train": ["a"], "val": ["c"]}], ["case c .* one fold .*, got 2"]),
+        ({**ONE, "test": ["a", "x"]}, ["case x .* got none", "case a .* once, got 2"]),
     ],
 )
 def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_written(
@@ -312,7 +313,7 @@ def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset):
     assert sorted(case.case_id for case in manifest.cases) == list(composed)
 
 
-@pytest.mark.parametrize("content", [[ONE], ONE])
+@pytest.mark.parametrize("content", [[ONE], ONE, {**ONE, "test": ["d"]}])
 def test_a_single_division_is_the_stores_own_and_gives_no_folds(
     tmp_path, dataset, split_as, content
 ):
