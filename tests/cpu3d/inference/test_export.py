@@ -14,6 +14,7 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.inference.export import formats
+from cpu3d.inference.export.network import ExportedPredictor
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.run.checkpoint import save_checkpoint
@@ -195,7 +196,15 @@ def refused(tiny, tmp_path, capsys):
 
 
 def test_a_network_that_answers_otherwise_is_not_written(refused, monkeypatch):
-    monkeypatch.setattr(formats, "EPSILON", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(formats, "EPSILON", 0.5)
+        assert "must answer as the run's" in refused()
+    # Also if no probability is larger.
+    monkeypatch.setattr(
+        ExportedPredictor,
+        "probabilities",
+        lambda self, image, record, channels: np.zeros((*record.shape, 3), np.float32),
+    )
     assert "must answer as the run's" in refused()
 
 

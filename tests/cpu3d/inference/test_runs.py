@@ -176,6 +176,7 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
         "store_channels": ("T1gd", "FLAIR"),
         "region_codes": {**REGIONS, "ET": (2,)},
         "split_hash": "another",
+        "target_spacing_mm": (1.0, 1.0, 1.0),
     }
     second = tmp_path / "second"
     second.mkdir()

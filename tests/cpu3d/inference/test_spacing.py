@@ -14,8 +14,11 @@ from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.inference import evaluate, predict
+from cpu3d.inference.ensemble import Ensemble
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.run_rules import choose_rules
+from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.runs import Inference
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config, save_config
 from memory_estimator.training import JUDGED_BYTES
@@ -97,6 +100,21 @@ def test_a_perfect_answer_scores_on_the_source_s_grid_what_the_way_back_leaves(
         assert core["dice"] == pytest.approx(2 * shared / total)
         if store.case(case_id).resampled_from is None:
             assert case["mean_dice"] == 1
+
+
+@pytest.mark.parametrize("case_id", ["b", "d"])
+def test_slices_of_an_answer_are_those_of_all_of_it(store, run, case_id):
+    """The network sees a box inside a grid of 48 rows, which come from 24 or 60."""
+    record = store.case(case_id)
+    one, other = (load_predictor(run, inference=Inference(flips=flips)) for flips in (True, False))
+    assert one.region(record).start[0] > 0
+    for predictor in (one, Ensemble([one, other])):
+        answers = predictor.probabilities(store.image(case_id), record)
+        whole = np.asarray(answers)
+        assert np.ptp(whole[5:10]) > 0
+        for first in range(0, len(whole), 5):
+            rows = slice(first, first + 5)
+            np.testing.assert_array_equal(answers[rows], whole[rows])
 
 
 def test_an_image_of_another_spacing_is_answered_on_its_own_grid(run, tmp_path, capsys):

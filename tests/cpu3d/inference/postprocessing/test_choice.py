@@ -6,6 +6,7 @@ from cpu3d.data.labels import PaintedRegions
 from cpu3d.inference.postprocessing.choice import best_rules
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
+from cpu3d.inference.postprocessing.run_rules import cross_fitted
 from tests.cpu3d.conftest import REGIONS
 from tests.cpu3d.inference.postprocessing.made import (
     BIG,
@@ -171,3 +172,12 @@ def test_organs_are_decided_too():
 
 def test_nothing_is_removed_where_nothing_is_wrong():
     assert choose(CLEAN, CLEAN).chosen.off
+
+
+def test_the_cases_of_a_fold_are_judged_by_rules_that_others_decide():
+    """Two cases decide that the island goes, one alone nothing."""
+    a, b, c = evidences_of(*[((BIG, ISLAND), (BIG,))] * 3)
+    scores = cross_fitted({"1/2": {"a": a, "b": b}, "2/2": {"c": c}}, REGIONS)
+    before, after = [[case["WT"].false_positives for case in each.values()] for each in scores]
+    assert before == [1, 1, 1]
+    assert after == [1, 1, 0]

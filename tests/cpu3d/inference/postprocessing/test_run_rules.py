@@ -29,6 +29,7 @@ from cpu3d.inference.scores_file import scores_path
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training.heartbeat_writer import HeartbeatWriter
+from cpu3d.util.lock import locked
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
 
@@ -104,6 +105,17 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     save_config(dataclasses.replace(config, split_hash="another"), run)
     assert "not decided for these weights" in applied(run).off
     assert why_without_rules(run, load_config(run)) == LACKS_STORE
+
+
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [(".", choose_rules), ("evaluation", lambda run: run_command(evaluate, "--run", run))],
+)
+def test_one_process_at_a_time_decides_or_scores(run, folder, command):
+    (run / folder).mkdir(exist_ok=True)
+    with locked(run / folder, "run"), pytest.raises(InputError, match="one process at a time"):
+        command(run)
+    command(run)
 
 
 def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
