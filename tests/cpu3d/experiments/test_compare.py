@@ -15,6 +15,7 @@ from cpu3d.experiments import runner
 from cpu3d.report.status import set_status
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
+from cpu3d.util.lock import locked
 from records.files import read_records
 from records.tables import comparisons_markdown
 from tests.cpu3d.runs import run_command, shown_cases
@@ -67,10 +68,16 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
     assert states == [*["scored"] * 3, "interrupted"]
     assert main(["status", "--run", str(out)]) == 1
     assert not (out / "results.json").exists()
+    path = out / "runs/patch-seed0/evaluation/scores.json"
+    scores = json.loads(path.read_text())
+    scores["cases"][0]["regions"]["ET"]["dice"] -= 0.5
+    path.write_text(json.dumps(scores))
     assert compare(*chosen, "--record", record) == 0
     assert commands.seen() == done("patch-seed1")
     assert main(["status", "--run", str(out)]) == 0
     assert {load_config(run).validations for run in (out / "runs").iterdir()} == {4}
+    sd = results(out)["variants"]["patch"]["scores"]["ET"]["dice"]["sd"]
+    assert sd == pytest.approx(0.5 / 2**0.5), "of two values that differ by 0.5"
     (line,) = read_records(record, "compare")
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
     page = comparisons_markdown([line, line])
@@ -112,12 +119,16 @@ def test_a_dry_run_writes_nothing_and_a_damaged_case_is_named_before_anything_is
     assert not out.exists()
 
 
-def test_another_comparison_or_a_damaged_plan_is_refused(commands, chosen, without_pictures, out):
+def test_another_comparison_a_second_process_or_a_damaged_plan_is_refused(
+    commands, chosen, without_pictures, out
+):
     out.mkdir()
     (out / "notes.txt").write_text("{}")
     with pytest.raises(InputError, match=r"must be empty or hold a compare.json, got notes.txt"):
         compare(*chosen)
     (out / "notes.txt").unlink()
+    with locked(out, "comparison"), pytest.raises(InputError, match="one process at a time"):
+        compare(*chosen)
     assert compare(*chosen) == 0
     commands.seen()
     with pytest.raises(InputError, match=r"begun with these options, got another variants.*budget"):
@@ -197,6 +208,8 @@ def test_folds_score_each_case_once_by_the_fold_that_held_it_out(
     assert [run["fold"] for run in content["runs"]] == ["1/2", "2/2"] * 2
     assert content["differences"]["slow"]["WT"]["dice"]["cases"] == content["cases"]
     assert "by the fold that held it out" in capsys.readouterr().out
+    scores = [case["scores"] for case in shown_cases(out / "report.html")]
+    assert scores == sorted(scores, reverse=True), "the best case first"
     assert compare(*words) == 0
     assert commands.seen() == []
     assert [part.state for part in set_status(out).runs] == ["scored"] * 4

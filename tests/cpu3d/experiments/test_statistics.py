@@ -31,10 +31,10 @@ def test_cases_are_judged_by_the_mean_over_their_seeds_and_shorter_distances_are
     assert (result["better"], result["worse"], result["equal"]) == (*better, 1)
 
 
-def test_the_interval_of_two_cases_of_one_seed_holds_all_four_resamples():
-    """Means of (0, 1): 0 and 1 a quarter of the time each, 1/2 else: 2.5 % and 97.5 % are the
-    ends."""
-    assert bootstrap_mean(np.array([[0.0, 1.0]])) == (0, 1)
+def test_the_interval_of_three_cases_of_one_seed_holds_all_resamples():
+    """Means of (0, 1/2, 1) are 0 and 1 in one resample of 27 each, or 3.7 %: 2.5 % and 97.5 % are
+    the ends, 5 % and 95 % are not."""
+    assert bootstrap_mean(np.array([[0.0, 0.5, 1.0]])) == (0, 1)
     assert bootstrap_mean(np.array([[0.5]])) is None
 
 

@@ -79,7 +79,7 @@ def test_variants_have_the_network_of_the_first_unless_they_choose_another(phant
     assert seen == {"whole": every, "patch": every, "own": own}
 
 
-@pytest.mark.parametrize("folds", [[""], ["1/2", "2/2"]])
+@pytest.mark.parametrize("folds", [[""], ["1/2", "2/2"], ["2/2", "1/2"]])
 def test_a_variant_whose_first_weights_have_seen_a_held_out_patient_is_refused(
     phantom_store, tmp_path, folds
 ):

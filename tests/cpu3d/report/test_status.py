@@ -233,7 +233,7 @@ def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_o
 )
 def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(tmp_path, changes, left_s):
     """The first has taken 250 of 1000 steps of 2 s, the second has not begun: it is taken to need
-    what was predicted."""
+    what was predicted, or what one that has finished took."""
     run = fold_folder(tmp_path, "1/2")
     run.mkdir()
     save_folds(tmp_path, Folds(2, "store", {}, fold_s=1155.0))
@@ -250,6 +250,9 @@ def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(tmp_path, chan
     write_heartbeat(tmp_path, beat(process_start=1))
     assert set_status(tmp_path).state == "killed"
     assert main(["status", "--run", str(tmp_path)]) == 1
+    for reason, usual_s in (("interrupted", 1155), ("finished", 510)):
+        append_event(run, {"event": "end", "step": 250, "reason": reason, "seconds": 510.0})
+        assert set_status(tmp_path).runs[1].seconds_left == usual_s
 
 
 def test_the_reasons_of_the_plan_and_a_region_that_no_validation_case_has_are_printed(run):

@@ -174,6 +174,12 @@ def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_
     assert [region["name"] for region in seen["regions"]] == ["label 2", "label 3"]
 
 
+def test_what_a_prediction_finds_outside_of_the_image_is_shown(case, tmp_path, shown):
+    path = tmp_path / "all.nii.gz"
+    write_volume(path, np.ones(SHAPE, np.uint8), GEOMETRY)
+    assert shown("--image", case, "--prediction", path)["shape"] == list(SHAPE)
+
+
 def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     def written(name, array):
         path = tmp_path / name

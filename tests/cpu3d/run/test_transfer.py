@@ -256,7 +256,9 @@ def test_weights_of_another_fold_of_the_same_split_have_seen_held_out_patients(
     (line,) = [line for line in plan_lines(plan, HOST) if line.startswith("warning")]
     assert "scores are too good" in line
     # Nor is it forgotten by a run that starts from this one.
-    assert seen(written_weights(plan.config, tmp_path / "run"), **fold) is True
+    run = written_weights(plan.config, tmp_path / "run")
+    assert seen(run, **fold) is True
+    assert "Held-out cases are NOT untouched" in write_report(run).read_text(encoding="utf-8")
     # It is refused where all cases are to be scored by folds that have not seen them.
     settings = {**OF_SOURCE, "init": str(source)}
     with pytest.raises(InputError, match="held-out patients"):
