@@ -36,6 +36,7 @@ from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from models.strides import network_grid
 from tests.cpu3d import runs
+from tests.cpu3d.data.stores.test_store_decisions import in_boxes
 from tests.cpu3d.host.hosts import BFLOAT16
 from tests.cpu3d.runs import of_voxels, stored
 
@@ -63,7 +64,8 @@ def planned(plan_with):
 
 
 def test_a_plan_is_saved_with_all_that_was_decided(planned, tmp_path):
-    plan = planned(batch=2, steps=0, epochs=3)
+    plan = planned(batch=2, steps=0, epochs=3, seed=7)
+    assert plan.config.unet.seed == 7  # of the first weights
     save_plan(plan, tmp_path)
     content = json.loads((tmp_path / "plan.json").read_text())
     assert (content["steps_per_epoch"], content["steps"]) == (2, 6)
@@ -451,6 +453,39 @@ def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(planned):
     )
     more = timed.forecast.full.upper_bound_bytes - plan.forecast.full.upper_bound_bytes
     assert more == pytest.approx(8 * parameters, rel=0.05), "weights and Muon's slot"
+
+
+# --- Cases of several sizes ---
+
+
+def test_the_largest_case_decides_memory_the_median_the_network_and_all_the_time(planned):
+    store = in_boxes((16, 16, 7), (96, 96, 96), (16, 16, 8), (4, 4, 4))
+    plan = planned(store=store, strides="auto", curriculum="auto")
+    # 8 voxels become 4 and no less; half of the median grid is too small for coarse steps
+    assert (plan.config.unet.strides, plan.config.curriculum) == (((2, 2, 2), (2, 2, 1)), "off")
+    assert planned(store=store, curriculum="half").config.coarse_grid == (48, 48, 48)
+    full = plan.forecast.full
+    assert full.job.shape == (96, 96, 96)
+    job = dataclasses.replace(full.job, shape=(16, 16, 8))
+    small_s = estimate(job, full.constants, full.accuracy).step_s
+    assert plan.forecast.full_step_s == pytest.approx((small_s + full.step_s) / 2)
+    assert plan.case_share == pytest.approx((16 * 16 * 7 + 96**3) / (16 * 16 * 8 + 96**3))
+
+
+@pytest.mark.parametrize(("micro_batch", "grid"), [(1, (16, 32, 32)), (2, (48, 32, 32))])
+def test_cases_of_a_micro_batch_have_the_largest_of_each_side(planned, micro_batch, grid):
+    store = in_boxes((48, 16, 16), (16, 32, 32), *[(16, 16, 16)] * 2)
+    assert planned(store=store, batch=2, micro_batch=micro_batch).config.grid == grid
+
+
+def test_post_processing_takes_labelled_cases_and_all_mirror_images(phantom_store, planned):
+    first, *cases = phantom_store.manifest.cases
+    cases.append(dataclasses.replace(first, label_voxels={}))
+    ids = [case.case_id for case in cases]
+    split = {"train": ids[:3], "val": ids[3:], "test": ()}
+    manifest = remake(phantom_store.manifest, cases=cases, split=split)
+    schedule = planned(store=Store(phantom_store.folder, manifest)).schedule
+    assert (schedule.held_out, schedule.decided, schedule.flips) == (3, 2, 8)
 
 
 # --- Runs whose steps see less than whole volumes ---

@@ -32,6 +32,12 @@ def test_a_table_has_steps_grids_and_seconds_as_of_another_host():
     assert time_line(forecast).startswith("about 80 s in all")
 
 
+def test_of_many_cases_those_in_the_middle_of_each_few_are_priced():
+    grids = ((32, 32, 32), MEASURED.shape, (32, 32, 32)) * 30
+    made = Schedule(grids=grids).forecast(MEASURED, load_constants("avx2"), load_accuracy())
+    assert made.full_step_s == made.full.step_s
+
+
 @pytest.mark.parametrize(
     ("scales", "budget_s", "name", "time"),
     [

@@ -51,6 +51,17 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(path):
     assert os.listdir(path.parent) == ["a.bin"]
 
 
+def test_the_content_is_on_the_disk_before_the_name_and_then_the_name(path, monkeypatch):
+    synced = {}
+
+    def fsync(handle):
+        synced[os.fstat(handle).st_ino] = path.read_bytes()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_bytes(path, b"new")
+    assert synced == {path.stat().st_ino: b"old", path.parent.stat().st_ino: b"new"}
+
+
 def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(path, monkeypatch):
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "fsync", full)

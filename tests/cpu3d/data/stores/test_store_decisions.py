@@ -1,5 +1,7 @@
 """What was decided for a data set, and why."""
 
+from pathlib import Path
+
 import pytest
 
 from cpu3d.data.cases.resample import Keep
@@ -25,7 +27,7 @@ def in_boxes(*boxes, **fields):
     for case_id, shape in zip("abcd", boxes):
         box = whole(shape)
         records.append(make_record(case_id, shape=shape, stored=box, box=box))
-    return Store("store", manifest_of(records, SPLIT, **fields))
+    return Store(Path("store"), manifest_of(records, SPLIT, **fields))
 
 
 def decided(store):
