@@ -92,7 +92,6 @@ class Optimizer:
     learning_rate: (
         float  # if none is chosen: the best of several on untouched cases (records/log.md)
     )
-    rate_scaling: str  # of the rate if the batch grows with the workers: "linear" or "sqrt"
     kernels: Rule  # of kernels of more than one voxel
     others: Rule  # of norms, biases and 1x1x1 kernels
     momentum: float = MOMENTUM
@@ -114,10 +113,7 @@ def is_kernel(shape: Sequence[int]) -> bool:
 
 
 OPTIMIZERS = {
-    # The square root is a guess.
-    "muon": Optimizer(0.02, "sqrt", kernels=MUON, others=ADAM, slots_in_turn=True),
-    # Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
-    "adam": Optimizer(0.01, "sqrt", kernels=ADAM, others=ADAM),
-    # Goyal et al. 2017, "Accurate, Large Minibatch SGD".
-    "sgd": Optimizer(0.1, "linear", kernels=DESCENT, others=DESCENT, momentum=SGD_MOMENTUM),
+    "muon": Optimizer(0.02, kernels=MUON, others=ADAM, slots_in_turn=True),
+    "adam": Optimizer(0.01, kernels=ADAM, others=ADAM),
+    "sgd": Optimizer(0.1, kernels=DESCENT, others=DESCENT, momentum=SGD_MOMENTUM),
 }

@@ -321,13 +321,14 @@ SUM = "--shape 32 32 32 --filters 8 --depth 3 --threads 2 --calibration avx512_b
 
 
 def test_hosts_add_the_sum_of_their_gradients_and_share_an_epoch(capsys):
-    ask = f"{SUM} --batch 2 --cases 101 --host-memory 64GiB"
+    ask = f"{SUM} --batch 2 --cases 102 --host-memory 64GiB"
     alone = answer(ask, capsys)
-    content = answer(f"{ask} --hosts 1 2 51 --link 8", capsys)
-    single, two, many = content["hosts"]
-    assert [row["batch"] for row in content["hosts"]] == [2, 4, 102]
+    content = answer(f"{ask} --hosts 1 2 51 52 --link 8", capsys)
+    single, two, all_at_once, many = content["hosts"]
+    assert [row["batch"] for row in content["hosts"]] == [2, 4, 102, 104]
     assert (single["step_s"], single["sum_s"]) == (pytest.approx(alone["step_s"]), 0)
-    assert single["epoch_s"] == pytest.approx(50 * alone["step_s"])  # whole batches
+    assert two["epoch_s"] == pytest.approx(25 * two["step_s"])  # whole batches
+    assert all_at_once["epoch_s"] == all_at_once["step_s"]
     assert many["epoch_s"] is None  # not one batch
     # A piece: two rounds of half of it, through 1 GB/s.
     per_byte = 1.956e-9 + 1e-9

@@ -172,6 +172,8 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
         own = hashes_of(phantom_store, kind, share=share, threads=1 + share.rank % 2, **span)
         joined.update(zip(share.positions(**span), own))
     assert joined == dict(zip(range(4, 12), hashes_of(phantom_store, kind, **span)))
+    # An epoch of four cases is one whole step of three.
+    assert len(hashes_of(phantom_store, kind, share=Share(0, 3, 3), stop=None)) == 1
 
 
 def written(folder, arrays, **fields):

@@ -27,6 +27,8 @@ def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
     write_line(tmp_path, "proc/self/status", "Mems_allowed_list: 1")
     free_bytes = take_sample(tmp_path).rooms[MACHINE].free_bytes
     assert free_bytes == read_host(tmp_path).free_bytes < 768 * GIB
+    write_line(tmp_path, "proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 8 kB")
+    assert read_host(tmp_path).free_bytes == 8192
 
 
 @pytest.mark.parametrize(

@@ -60,18 +60,40 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
     assert names == ["best.npz", *(f"step-000000{step}.npz" for step in ("05", "08", "10"))]
 
 
+@pytest.mark.parametrize(
+    "how", [{"batch": 2}, {"batch": 2, "micro_batch": 1}, {"mode": "patch", "patch": (16, 16, 16)}]
+)
+def test_steps_count_the_voxels_of_their_grids_and_are_observed_as_if_on_the_largest(
+    phantom_store, tmp_path, how
+):
+    fit = start(phantom_store, tmp_path, epochs=1, **how)
+    voxels = []
+    for step in range(fit.steps):
+        images = [image for image, _ in fit.data.training(step, step + 1)]
+        voxels.append(sum(map(np.size, images)) / 4)
+    assert fit.data.mean_voxels == np.mean(voxels)
+    noted = []
+    fit.run(SimpleNamespace(note=noted.append, record=lambda: None))
+    steps = steps_of(tmp_path)
+    assert [step["voxels"] for step in steps] == voxels
+    largest = fit.config.batch * math.prod(fit.config.grid)
+    for step, seconds in zip(steps, noted, strict=True):
+        alone_s = step["step_s"] - step["wait_s"] - step["exchange_s"]
+        assert seconds == pytest.approx(alone_s * largest / step["voxels"])
+
+
 # --- A budget of minutes ---
 
 
 def budgeted(store, folder, monkeypatch):
-    """A run of 190 s on one grid, whose steps seem to take 10 s, the first one ten times as
-    long."""
+    """A run of 190 s on one grid, whose steps seem to take 10 s, more or less, the first one ten
+    times as long."""
     fit = start(store, folder, extent="full", budget_minutes=190 / 60)
     taken_s = []
     step = fit.learner.step
 
     def timed(*arguments):
-        taken_s.append(10 if taken_s else 100)
+        taken_s.append((100, 9, 11, 10)[min(len(taken_s), 3)])
         return step(*arguments)
 
     monkeypatch.setattr(fit.learner, "step", timed)
@@ -110,6 +132,8 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
     fit.fit_budget()
     # 20 and 120 of the 190 s are gone; of the 8 steps that are left 5 fit.
     assert (fit.step, fit.steps) == (4, 9)
+    fit.run()
+    assert newest(tmp_path).state["trained_s"] > 1020, "of both attempts"
 
 
 # --- Validations ---

@@ -161,6 +161,16 @@ def test_cases_of_the_test_split_decide_neither_kinds_nor_windows(tmp_path):
     assert mri.kind is Kind.ZSCORE
 
 
+def test_kinds_are_of_cases_spread_over_the_data_set(tmp_path, monkeypatch):
+    def brain_or_head(seed):
+        return beside(0, 5 * (seed < 2))(seed)
+
+    monkeypatch.setattr("cpu3d.data.cases.kinds.EXAMINED", 2)
+    data = data_set(tmp_path / "data", brain_or_head)
+    (mri,) = prepare(data, tmp_path / "store", **ALL_TRAIN).normalisation
+    assert mri.kind is Kind.ZSCORE
+
+
 def test_scores_that_a_user_chose_for_a_ct_are_given_and_others_are_refused(tmp_path):
     store = prepared(tmp_path, in_hounsfield_units, normalise=("MRI=zscore",))
     assert kinds(store) == ["zscore"]

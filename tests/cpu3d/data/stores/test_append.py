@@ -25,7 +25,7 @@ SPLITS = ("train", "val", "test")
 IDS = tuple(f"BRATS_00{number}" for number in range(6))
 
 
-HOW = {"fractions": (1, 1, 1), "workers": 1}
+HOW = {"fractions": (1, 1, 1), "workers": 1, "seed": 1}
 
 
 @pytest.fixture
@@ -66,6 +66,8 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert content_of(store / "cases") == content_of(data / "direct/cases")
     assert all(set(old.split[name]) < set(new.split[name]) for name in SPLITS)
     assert [len(new.split[name]) for name in SPLITS] == [2, 2, 2]
+    names = dict(zip(IDS, IDS))
+    assert new.split == deal_cases(old.split, names, dict(zip(IDS[3:], IDS[3:])), seed=1)
     assert new.split_hash != old.split_hash
     assert (settings_of(store), verify(store, workers=1)) == (settings, ())
 
