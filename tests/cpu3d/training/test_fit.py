@@ -61,7 +61,12 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
 
 
 @pytest.mark.parametrize(
-    "how", [{"batch": 2}, {"batch": 2, "micro_batch": 1}, {"mode": "patch", "patch": (16, 16, 16)}]
+    "how",
+    [
+        {"batch": 2, "micro_batch": 2},
+        {"batch": 2, "micro_batch": 1},
+        {"mode": "patch", "patch": (16, 16, 16)},
+    ],
 )
 def test_steps_count_the_voxels_of_their_grids_and_are_observed_as_if_on_the_largest(
     phantom_store, tmp_path, how
