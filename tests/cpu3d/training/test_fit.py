@@ -63,7 +63,7 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
 @pytest.mark.parametrize(
     "how",
     [
-        {"batch": 2, "micro_batch": 2},
+        {"batch": 2, "micro_batch": 2, "seed": 1},
         {"batch": 2, "micro_batch": 1},
         {"mode": "patch", "patch": (16, 16, 16)},
     ],
@@ -91,14 +91,15 @@ def test_steps_count_the_voxels_of_their_grids_and_are_observed_as_if_on_the_lar
 
 
 def budgeted(store, folder, monkeypatch):
-    """A run of 190 s on one grid, whose steps seem to take 10 s, more or less, the first one ten
-    times as long."""
-    fit = start(store, folder, extent="full", budget_minutes=190 / 60)
+    """A run of 190 s whose steps seem to take 10 s for the mean of their voxels, more or less, the
+    first one ten times as long."""
+    fit = start(store, folder, budget_minutes=190 / 60)
     taken_s = []
     step = fit.learner.step
 
     def timed(*arguments):
-        taken_s.append((100, 9, 11, 10)[min(len(taken_s), 3)])
+        of_mean = fit.data.voxels(fit.step + len(taken_s)) / fit.data.mean_voxels
+        taken_s.append((100, 9, 11, 10)[min(len(taken_s), 3)] * of_mean)
         return step(*arguments)
 
     monkeypatch.setattr(fit.learner, "step", timed)
@@ -113,9 +114,9 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
     fit = budgeted(phantom_store, tmp_path / "budget", monkeypatch)
     assert fit.config.has_open_length
     assert fit.fit_budget() == pytest.approx([10])
-    assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
+    assert fit.steps == fit.config.steps == 6  # of 12: timing them took 125 of the 190 s
     fit.run()
-    start(phantom_store, tmp_path / "whole", steps=7, extent="full").run()
+    start(phantom_store, tmp_path / "whole", steps=6).run()
     assert_same_weights(tmp_path / "budget", tmp_path / "whole")
     assert rates_of(tmp_path / "budget") == rates_of(tmp_path / "whole")
 
@@ -131,12 +132,12 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
     with monkeypatch.context() as patch:
         patch.setattr(fit_module, "time", clock)
         scores_are(patch, 1, 1, 1, then=lambda: taken_s.append(1000))
-        start(phantom_store, tmp_path, epochs=1, extent="full").run()
+        start(phantom_store, tmp_path, epochs=1).run()
     assert newest(tmp_path).state["trained_s"] == 1020
     fit = budgeted(phantom_store, tmp_path, monkeypatch)
     fit.fit_budget()
-    # 20 and 120 of the 190 s are gone; of the 8 steps that are left 5 fit.
-    assert (fit.step, fit.steps) == (4, 9)
+    # 20 and 109 of the 190 s are gone; of the 8 steps that are left 6 fit.
+    assert (fit.step, fit.steps) == (4, 10)
     fit.run()
     assert newest(tmp_path).state["trained_s"] > 1020, "of both attempts"
 
