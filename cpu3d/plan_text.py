@@ -5,6 +5,7 @@ whether it has something to learn, and fits the free memory, or which settings w
     check_run(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
 """
 
+import math
 from typing import List, Sequence, Tuple
 
 from cpu3d.data.cases.notes import absence_line, absent_regions, left_out_of_mean
@@ -83,6 +84,10 @@ def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     smaller = f"{fits}: {'; '.join(map(str, options)) or 'no smaller setting'}"
     rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
     todo = "end other programs, use a host with more memory, or --force"
+    if not plan.config.is_patch:
+        largest = max(plan.store.manifest.cases, key=lambda case: math.prod(case.box.size))
+        other = "take --mode patch or a store of a larger --spacing"
+        todo = f"leave out {largest.case_id}, the largest case, {other}, {todo}"
     raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")
 
 

@@ -441,7 +441,11 @@ def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(planned):
     plan = planned()
     bound = plan.forecast.full.upper_bound_bytes
     check_run(plan, with_free(bound))
-    assert "memory must hold this training, up to" in refusal(plan, bound - 1)
+    message = refusal(plan, bound - 1)
+    assert "memory must hold this training, up to" in message
+    cases = plan.store.manifest.cases
+    largest = max(cases, key=lambda case: math.prod(case.box.size)).case_id
+    assert f"leave out {largest}, the largest case" in message
 
 
 def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(planned):
