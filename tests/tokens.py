@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-CEILINGS = {"product": 215_000, "tests": 180_000, "C": 63_793}  # no more than there is
+CEILINGS = {"product": 215_000, "tests": 180_000, "C": 63_743}
 LAYOUT = (
     tokenize.COMMENT,
     tokenize.NL,
