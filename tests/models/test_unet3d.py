@@ -108,6 +108,12 @@ def test_a_bad_setting_is_refused_by_its_option_and_as_it_is_typed(field, value,
         UNetConfig(**{field: value})
 
 
+def test_filters_end_where_the_widest_map_of_the_deepest_level_would_be_too_wide():
+    UNetConfig(filters=512, network="cicek2016")
+    with pytest.raises(ValueError, match="--filters must be at most 512 on 5 levels of cicek2016"):
+        UNetConfig(filters=513, network="cicek2016")
+
+
 def test_strides_say_which_axes_a_level_halves():
     config = UNetConfig(depth=4, strides=[[2, 2, 1], [2, 1, 1], [2, 2, 2]])
     assert config.divisors == (8, 4, 2)

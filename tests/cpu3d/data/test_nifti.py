@@ -9,6 +9,7 @@ from nibabel.eulerangles import euler2mat
 from cpu3d.data import nifti
 from cpu3d.data.manifest import case_from_json, record_bytes
 from cpu3d.data.nifti import (
+    contradiction,
     from_ras,
     ras_spacing_mm,
     read_grid,
@@ -164,6 +165,7 @@ def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(
     path = write_nifti(tmp_path / "a.nii", ZEROS, affine, codes, unit=and_of_time)
     geometry, label = write_back(path)
     assert ras_spacing_mm(geometry) == pytest.approx((0.9, 1.1, 2.5), rel=1e-6)
+    assert contradiction(geometry) == ""
     written = nibabel.load(label)
     assert int(written.header["xyzt_units"]) == (unit if unit < 4 else 0)
     assert written.affine == pytest.approx(nibabel.load(path).affine, rel=1e-6)

@@ -332,16 +332,17 @@ def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, r
         volume_dataset(open_store(tmp_path), split=split)
 
 
-@pytest.mark.parametrize("resolution", [1, 0.5])
-def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, resolution):
-    extent = grid_size(phantom_store, extent="brain", multiple=1)
-    least = network_grid(extent, by_axis(resolution), (1, 1, 1))
-    image, _ = next(iter(volume_dataset(phantom_store, grid=least, resolution=resolution)))
+@pytest.mark.parametrize(("extent", "resolution"), [("brain", 1), ("brain", 0.5), ("full", 1)])
+def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent, resolution):
+    largest = grid_size(phantom_store, extent=extent, multiple=1)
+    least = network_grid(largest, by_axis(resolution), (1, 1, 1))
+    how = {"extent": extent, "resolution": resolution}
+    image, _ = next(iter(volume_dataset(phantom_store, grid=least, **how)))
     assert image.shape[1:4] == least
     for axis in range(3):
         grid = [side - (k == axis) for k, side in enumerate(least)]
         with pytest.raises(InputError, match="grid must be three integers of at least"):
-            volume_dataset(phantom_store, grid=grid, resolution=resolution)
+            volume_dataset(phantom_store, grid=grid, **how)
 
 
 def test_volumes_whose_labels_or_regions_pair_left_and_right_are_not_mirrored_along_x(

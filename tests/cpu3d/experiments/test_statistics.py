@@ -38,6 +38,11 @@ def test_the_interval_of_three_cases_of_one_seed_holds_all_resamples():
     assert bootstrap_mean(np.array([[0.5]])) is None
 
 
+def test_the_same_values_have_the_same_interval():
+    values = np.linspace(0, 1, 9)[None] ** 3
+    assert bootstrap_mean(values) == bootstrap_mean(values)
+
+
 def test_seeds_and_cases_are_resampled_crossed():
     """A deviation of the seeds alone, or of the cases alone, is in the interval as a whole: it is
     that of a bootstrap over them, not one over all pairs, which would be narrower."""

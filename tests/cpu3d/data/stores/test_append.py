@@ -151,6 +151,14 @@ def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient
         assert abs(len(part) - count / sum(have) * total) < 1
 
 
+def test_new_patients_are_dealt_by_the_seed():
+    split = {name: (name,) for name in SPLITS}
+    old = {name: name for name in SPLITS}
+    new = {case_id: case_id for case_id in "abcdefghi"}
+    dealt = [deal_cases(split, old, new, seed=seed) for seed in range(3)]
+    assert dealt[1] != dealt[0] or dealt[2] != dealt[0]
+
+
 def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_given(data):
     for path in sorted((data / "few").rglob("*.nii.gz")):
         write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))
