@@ -173,10 +173,11 @@ def _with_grid(
 
 
 def largest_extent(store: Store, config: RunConfig) -> Shape3:
-    """Voxels X, Y, Z of the case whose grid is the largest, without what it is rounded up by; of
-    a micro-batch of several cases, which have one grid, the largest along each axis."""
+    """Voxels X, Y, Z of the case whose grid is the largest, without what it is rounded up by; the
+    largest along each axis for a micro-batch of several cases, which have one grid, and for
+    patches."""
     extents = [case_extent(record, config.extent) for record in store.manifest.cases]
-    if config.micro > 1 and not config.is_patch:
+    if config.micro > 1 or config.is_patch:
         return shape3(map(max, zip(*extents)))
     return max(extents, key=lambda extent: math.prod(config.grid_of(extent)))
 

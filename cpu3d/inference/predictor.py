@@ -70,8 +70,8 @@ class Predictor:
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
         the store's if none. The network sees the content box, or with the full extent the volume,
         rounded up to its multiples: in one pass, or window by window. Outside of that the
-        probability is 0. Raises
-        DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
+        probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that
+        are not finite."""
         region = self.region(record)
         resizing: Optional[Resizing] = None  # to fewer voxels
         if self.config.resolution < 1:

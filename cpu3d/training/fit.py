@@ -1,7 +1,7 @@
 """The training loop: steps, validations and checkpoints of one run, in the order they happen.
 
-The learner and the data of a step are made for one grid. A run with a curriculum has two: after the
-last coarse step its variables move to a learner of the full grid.
+The learner and the data of a step are made for one resolution. A run with a curriculum has two:
+after the last coarse step its variables move to a learner of full resolution.
 
 Each of several workers runs this loop, on its own share of every batch. Only the chief writes
 files."""
@@ -197,7 +197,7 @@ class Fit:
     def _is_validation_step(self) -> bool:
         return self.config.validates_after(self.step, self.steps)
 
-    # --- The two grids ---
+    # --- The two resolutions ---
 
     def _enter(self) -> None:
         """Make the learner of the next step, with its first weights, and its data; if a validation
@@ -213,7 +213,7 @@ class Fit:
         self.data = self._data_of(config)
 
     def _move_to_full(self) -> None:
-        """Continue at the full grid with the weights, momentum and averages of the coarse one."""
+        """Continue at full resolution with the weights, momentum and averages of the coarse one."""
         self._phase("building the full network")
         coarse = self.learner
         arrays = coarse.arrays()
@@ -230,7 +230,7 @@ class Fit:
         return data
 
     def _micro_batches(self) -> MicroBatches:
-        """The data of the next steps, until the grid changes or the run ends."""
+        """The data of the next steps, until the resolution changes or the run ends."""
         end = self.config.coarse_steps
         if self.step >= end:
             end = self.steps

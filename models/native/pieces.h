@@ -32,7 +32,7 @@ enum {
     ROW_PRODUCTS_COST = 8, /* of transformed rows; their loads take as long as products of */
     ROW_LOAD_TILES = 3,    /* so many tiles of Winograd's, or for a filter gradient */
     ROW_LOAD_UNITS = 3,    /* so many units; */
-    ROW_SUMS_UNITS = 30,   /* and sums of a filter gradient, cleared and added up, as long as these */
+    ROW_SUMS_UNITS = 30,   /* and sums of a filter gradient, cleared and added up, as these */
     DIRECT_PRODUCTS_COST = 3,
     DIRECT_LOAD_COST = 1,
     DIRECT_LOAD_POSITIONS = 27,  /* whose products take as long as what comes with each plane, */

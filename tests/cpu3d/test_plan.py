@@ -482,6 +482,12 @@ def test_cases_of_a_micro_batch_have_the_largest_of_each_side(planned, micro_bat
     assert planned(store=store, batch=2, micro_batch=micro_batch).config.grid == grid
 
 
+def test_a_patch_may_be_as_large_as_the_cases_along_each_axis(planned):
+    """The case of the most voxels is thin."""
+    store = in_boxes((96, 96, 8), (32, 32, 32), *[(16, 16, 16)] * 2)
+    assert planned(store=store, **{**PATCH, "patch": [32, 32, 32]}).config.grid == (32, 32, 32)
+
+
 def test_post_processing_takes_labelled_cases_and_all_mirror_images(phantom_store, planned):
     first, *cases = phantom_store.manifest.cases
     cases.append(dataclasses.replace(first, label_voxels={}))
