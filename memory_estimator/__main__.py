@@ -10,9 +10,6 @@ allocated. Needs no TensorFlow.
 For another host, give its memory, its kind of CPU and its cores:
     ./run.sh estimate --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
 
-For several hosts that train together, a worker on each:
-    ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25 --cases 484
-
 Needs msgspec and rich, which prints its tables, and outside Linux psutil; --store also numpy,
 nibabel and psutil.
 """
@@ -45,15 +42,9 @@ from memory_estimator.job import (
     why_strides,
 )
 from memory_estimator.planned_host import PlannedHost
-from memory_estimator.scaling import (
-    batch_of_all,
-    host_rows,
-    hosts_table,
-    worker_estimate,
-    worker_share,
-)
 from memory_estimator.sources import JobSource, source_job
 from memory_estimator.training import Forecast
+from memory_estimator.workers import batch_of_all, worker_estimate, worker_share
 from models.config import POLICIES
 from models.strides import strides_line
 
@@ -94,13 +85,6 @@ class Options(JobOptions):
     )
     calibration: str = option("", CALIBRATION_HELP, "FILE")
     plan: bool = option(False, "print the largest jobs that fit that memory")
-    hosts: Tuple[int, ...] = option(
-        (),
-        "time on so many hosts, a worker on each; --batch is then of one worker",
-        "N",
-        at_least=1,
-    )
-    link: float = option(25.0, "rate of a host's network link, for --hosts", "GBIT/S", above=0)
     json: bool = option(False, "print one JSON object")
 
 
@@ -169,10 +153,7 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
     host_bytes = host.memory_bytes or host.here.free_bytes
     memory_bytes = host_bytes  # of a worker
     label = "given" if host.memory_bytes else "free on this host"
-    if options.hosts:
-        workers = max(options.hosts)
-        whole = batch_of_all(whole, workers)
-    elif workers > 1:  # as `launch` has them on one host
+    if workers > 1:  # as `launch` has them on one host
         label = f"for each of {workers} workers on one host"
         memory_bytes //= workers
     forecast = source.schedule.forecast(
@@ -222,18 +203,12 @@ def _answer(args: argparse.Namespace) -> Tuple[Dict[str, Any], List[Block]]:
     if options.plan:
         content["plan"], table = _plan(job, estimator, memory_bytes)
         blocks.append(table)
-    if options.hosts:
-        content["hosts"] = host_rows(job, estimator_alone(job).step_s, options.hosts, options.link)
-        blocks.append(hosts_table(content["hosts"]))
     return content, blocks
 
 
 def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:
     """The source of the job. Raises ValueError as those that read it, and for what a store has
     itself."""
-    if hasattr(args, "hosts") and (hasattr(args, "store") or hasattr(args, "run")):
-        todo = "give its --shape instead"
-        raise ValueError(f"--hosts must come without --store and --run, got both; {todo}")
     if hasattr(args, "store") or not (hasattr(args, "run") or hasattr(args, "recipe")):
         args.dtype = getattr(args, "dtype", host.best_dtype)  # as `train` takes it
     if not hasattr(args, "store"):

@@ -18,9 +18,9 @@ from memory_estimator.calibration import HostConstants
 from memory_estimator.estimate import Component, Estimate, estimate, run_use, seconds_of_step
 from memory_estimator.job import Job
 from memory_estimator.planner import Choice, Estimator, fastest_that_fits
-from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
+from memory_estimator.workers import worker_estimate
 from models.strides import Resolution3, Shape3, shape3
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.distributed import all_reduce
-from memory_estimator import scaling
 from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
 from memory_estimator.host import read_host
@@ -226,7 +224,6 @@ def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),
         ("--store there --shape 64 64 64", "--shape must come without --store"),
-        ("--run there --hosts 2", "--hosts must come without --store and --run"),
         ("--run there --spacing 1 1 5", "--spacing must come without --run"),
     ],
 )
@@ -243,7 +240,6 @@ def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):
         ("--shape 1000000000 1000000000 1000000000 --depth 2", 3),
         ("--shape 64 64 64 --batch 2147483647 --micro-batch 2147483647", 3),
         ("--shape 64 64 64 --plan --host-memory 900000000000000000PiB", 0),
-        ("--shape 64 64 64 --hosts 2147483647 --host-memory 900MiB --threads 2", 3),
         ("--shape 64 64 64 --batch 2147483648", 2),
     ],
 )
@@ -313,38 +309,3 @@ def test_a_full_disk_ends_with_1_and_one_line():
         )
     assert done.returncode == 1
     assert re.fullmatch("error: .*No space left on device; free space .*\n", done.stderr)
-
-
-# --- Several hosts ---
-
-SUM = "--shape 32 32 32 --filters 8 --depth 3 --threads 2 --calibration avx512_bf16"
-
-
-def test_hosts_add_the_sum_of_their_gradients_and_share_an_epoch(capsys):
-    ask = f"{SUM} --batch 2 --cases 102 --host-memory 64GiB"
-    alone = answer(ask, capsys)
-    content = answer(f"{ask} --hosts 1 2 51 52 --link 8", capsys)
-    single, two, all_at_once, many = content["hosts"]
-    assert [row["batch"] for row in content["hosts"]] == [2, 4, 102, 104]
-    assert (single["step_s"], single["sum_s"]) == (pytest.approx(alone["step_s"]), 0)
-    assert two["epoch_s"] == pytest.approx(25 * two["step_s"])  # whole batches
-    assert all_at_once["epoch_s"] == all_at_once["step_s"]
-    assert many["epoch_s"] is None  # not one batch
-    # A piece: two rounds of half of it, through 1 GB/s.
-    per_byte = 1.956e-9 + 1e-9
-    by_hand = 2 * (two["gradient_bytes"] / 2 * per_byte + 142.56e-6) + 0.8547e-3
-    assert two["sum_s"] == pytest.approx(by_hand)
-    assert two["step_s"] == pytest.approx(alone["step_s"] + two["sum_s"])
-
-
-def test_a_worker_of_several_hosts_holds_copies_of_its_gradients(capsys):
-    ask = f"{SUM} --host-memory 64GiB"
-    # One of several adds its gradients up, as one does that has two micro-batches.
-    in_parts = answer(f"{ask} --batch 2 --micro-batch 1", capsys)
-    several = answer(f"{ask} --hosts 2", capsys)
-    copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
-    assert copies == pytest.approx(4 * several["hosts"][0]["gradient_bytes"], rel=0.01)
-
-
-def test_the_pieces_of_a_sum_are_those_of_the_trainer():
-    assert 4 * all_reduce.PIECE == scaling.RING_BYTES  # of float32
