@@ -13,7 +13,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Dict, List, Mapping, Optional, Union
 
 from memory_estimator.common.files import read_json, read_record, typed
 from memory_estimator.host import INSTRUCTION_SETS, Host, instruction_set, read_host
@@ -257,20 +257,13 @@ def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check(constants: HostConstants) -> None:
-    """Raise ValueError for a figure that is impossible or missing."""
-    for name in ("threads", "saturating_threads", "l2_bytes"):
-        if getattr(constants, name) < 1:
-            raise ValueError(f"{name} {getattr(constants, name)}")
-    for name, engine in itertools.product(("baseline_bytes", "op_bytes"), ENGINES):
-        size = getattr(constants, name).get(engine)
-        if size is None:
-            raise ValueError(f"{name} of {engine} missing")
-        if size < 0:
-            raise ValueError(f"{name} of {engine} {size}")
+    """Raise ValueError for a figure that is impossible, KeyError for one that is missing."""
+    if min(constants.threads, constants.saturating_threads, constants.l2_bytes) < 1:
+        raise ValueError("threads or l2_bytes below 1")
+    figures: List[float] = []
+    for engine in ENGINES:
+        figures += [constants.baseline_bytes[engine], constants.op_bytes[engine]]
     for dtype, (kind, features) in itertools.product(DTYPES, FEATURES.items()):
-        for feature in features:
-            cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature)
-            if cost is None:
-                raise ValueError(f"{dtype}: {kind} {feature} missing")
-            if not 0 <= cost < 1:
-                raise ValueError(f"{dtype}: {kind} {feature} {cost}")
+        figures += [constants.costs[dtype][kind][feature] for feature in features]
+    if min(figures) < 0:
+        raise ValueError(f"a figure below 0, {min(figures):g}")

@@ -128,7 +128,7 @@ def _step_of(job: Job) -> int:
     return job.unet.divisors[job.shape.index(max(job.shape))]
 
 
-def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
+def largest_number(cost: Callable[[int], float], budget: float, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow
     with the number but for the allocator's rounding: the guesses double, then halve the remaining
     range, then try BEYOND more numbers."""

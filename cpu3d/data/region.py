@@ -59,11 +59,6 @@ class Region:
     start: Shape3
     size: Shape3
 
-    def __post_init__(self) -> None:
-        if len(self.start) != 3 or len(self.size) != 3 or min(self.size) < 1:
-            got = f"start={self.start}, size={self.size}"
-            raise ValueError(f"Region size must be three positive numbers, got {got}")
-
     @property
     def stop(self) -> Shape3:
         """One past the last voxel along X, Y, Z."""

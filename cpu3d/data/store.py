@@ -22,7 +22,6 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 
 import msgspec
 
-from cpu3d.data.datasets.names import check_printable
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
     RESTORE,
@@ -139,11 +138,7 @@ def read_manifest(folder: Path) -> Tuple[Manifest, Dict[str, str]]:
         return manifest, sums
 
     try:
-        read = read_record(folder / "manifest.json", SCHEMA, checked, RESTORE, InputError)
-        manifest = read[0]
-        names = (manifest.name, *manifest.channels, *manifest.labels.values(), *manifest.regions)
-        check_printable(folder / "manifest.json", (*names, *read[1]))
-        return read
+        return read_record(folder / "manifest.json", SCHEMA, checked, RESTORE, InputError)
     except (FileNotFoundError, NotADirectoryError):
         rule = f"store {folder} must hold a finished manifest.json"
         todo = "run `prepare`, again if it was interrupted"
@@ -159,11 +154,9 @@ def read_manifest(folder: Path) -> Tuple[Manifest, Dict[str, str]]:
 def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
     """The content of a manifest.json with the SHA-256 of its other fields, in their order, but for
     "schema"."""
-    fields = {name: value for name, value in content.items() if name != "sha256"}
-    covered = {name: value for name, value in fields.items() if name != "schema"}
+    covered = {name: content[name] for name in content if name not in ("schema", "sha256")}
     text = json.dumps(covered, separators=(",", ":"))
-    fields["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    return fields
+    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def write_store(folder: Path, manifest: Manifest) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Dict, NamedTuple
 
-from cpu3d.host.memory import resident
+from cpu3d.host.memory import status_sizes
 from memory_estimator.host import available_bytes, meminfo, memory_limit
 
 # The limits, as messages name them.
@@ -33,27 +33,25 @@ class Sample(NamedTuple):
     """A process's memory and what its limits leave, at one moment."""
 
     rooms: Dict[str, Room]  # by limit: that of the machine always, that of a cgroup if set
-    own_bytes: int = 0  # the process's own data, in memory or swapped out
+    own_bytes: int = 0
+    """The process's own data, in memory or swapped out: heap, stacks, shared memory, TensorFlow's
+    pool."""
     file_bytes: int = 0  # mapped pages of files: libraries, a store
     swapped_bytes: int = 0
-
-    @property
-    def tightest(self) -> str:
-        """The limit that leaves the least."""
-        return min(self.rooms, key=lambda name: self.rooms[name].free_bytes)
 
 
 def take_sample(root: Path = Path("/")) -> Sample:
     """This process's memory now, by /proc and /sys in `root`. Free swap counts for the machine, as
     the kernel kills no process while it has some; not for a cgroup."""
     memory = meminfo(root)
-    process = resident()
-    if process is None:
+    process = status_sizes()
+    if "RssAnon" not in process:
         raise OSError("/proc must tell a process's memory, got nothing; train on Linux")
     total = memory["MemTotal"]
     rooms = {MACHINE: Room(available_bytes(root, memory) + memory.get("SwapFree", 0), total)}
     limit, used = memory_limit(root, total)
     if limit is not None:
         rooms[CGROUP] = Room(max(0, limit - used), limit)
-    swapped = process.swapped_bytes
-    return Sample(rooms, process.anonymous_bytes + swapped, process.file_bytes, swapped)
+    swapped = process.get("VmSwap", 0)
+    own = process["RssAnon"] + process.get("RssShmem", 0) + swapped
+    return Sample(rooms, own, process["RssFile"], swapped)

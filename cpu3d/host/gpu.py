@@ -178,12 +178,6 @@ def use_device(tf: Any, device: str) -> None:
         tf.config.experimental.set_memory_growth(card, True)
 
 
-def memory_device(device: str) -> str:
-    """The name by which TensorFlow's allocator statistics know a device: only one card is ever
-    visible."""
-    return "CPU:0" if device == CPU else "GPU:0"
-
-
 @contextlib.contextmanager
 def fits_memory(work: str, advice: str) -> Iterator[None]:
     """Compute `work`, such as "a training step", in here: DoesNotFitError with `advice` if memory

@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Optional
 
@@ -20,36 +19,13 @@ nearly all that a network of a few filters has."""
 ROW_BYTES = 2**20  # of the reserved piece, as sides of a tensor's shape are 32-bit numbers
 
 
-@dataclass(frozen=True)
-class Resident:
-    """The memory of a process at one moment."""
-
-    anonymous_bytes: int
-    """Heap, stacks, shared memory and TensorFlow's pool: the kernel cannot take it back without
-    swap."""
-    file_bytes: int
-    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that were not
-    written to."""
-    swapped_bytes: int = 0
-    """Its own data that is in swap, and so in no memory."""
-
-
 def peak_rss_bytes() -> int:
     """The process's largest resident set so far (VmHWM), mapped file pages included."""
-    return _status().get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return status_sizes().get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def resident() -> Optional[Resident]:
-    """The memory of this process now; None if there is no /proc."""
-    status = _status()
-    if "RssAnon" not in status:
-        return None
-    anonymous = status["RssAnon"] + status.get("RssShmem", 0)
-    return Resident(anonymous, status["RssFile"], status.get("VmSwap", 0))
-
-
-def _status() -> Dict[str, int]:
-    """The fields of /proc/self/status that are sizes, in bytes."""
+def status_sizes() -> Dict[str, int]:
+    """The fields of /proc/self/status that are sizes, in bytes; {} if there is no /proc."""
     return sizes(read_text(Path("/proc/self/status")))
 
 

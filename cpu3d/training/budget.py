@@ -8,6 +8,7 @@ import dataclasses
 from typing import Sequence
 
 from cpu3d.settings import RunConfig
+from memory_estimator.planner import largest_number
 
 
 def cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
@@ -36,12 +37,5 @@ def steps_within(
         return coarse * step_s[0] + (total - step - coarse) * step_s[-1]
 
     # More steps never need less time: with each either a coarse or a full one is added.
-    fits = step
-    too_many = steps + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if needed_s(middle) <= left_s:
-            fits = middle
-        else:
-            too_many = middle
+    fits = step + largest_number(lambda more: needed_s(step + more), left_s, steps - step)
     return min(max(fits, at_least, step + len(step_s) - 1), steps)

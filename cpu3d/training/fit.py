@@ -32,7 +32,7 @@ from cpu3d.errors import (
     WorkerLostError,
     WorkersDifferError,
 )
-from cpu3d.host.gpu import memory_device
+from cpu3d.host.gpu import CPU
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
@@ -443,12 +443,13 @@ class Fit:
             reason = FINISHED
         elif stop == StopRequest.MEMORY:
             reason = "memory"
+        device = "CPU:0" if self.config.device == CPU else "GPU:0"  # the only card that is visible
         self.log(
             "end",
             reason=reason,
             seconds=self.progress.trained_s,
             peak_rss_bytes=peak_rss_bytes(),
-            allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
+            allocator_peak_bytes=allocator_peak_bytes(device),
         )
 
     def _state(self) -> Dict[str, Any]:

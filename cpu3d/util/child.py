@@ -100,10 +100,7 @@ def how_ended(returncode: int) -> str:
     """The end of a process in words, such as "exit code 2" or "SIGKILL"."""
     if returncode >= 0:
         return f"exit code {returncode}"
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return f"signal {-returncode}"
+    return signal.Signals(-returncode).name
 
 
 def last_words(log: Path, begin: int) -> str:

@@ -16,23 +16,6 @@ from memory_estimator.common.units import shortened
 AnyPath = Union[str, Path]
 T = TypeVar("T")
 
-UNTERMINATED = "Unterminated string starting at"  # up to the end of the file
-
-# What a parser of JSON misses, in its words, and in ours.
-EXPECTED = {
-    "Expecting value": "a value",
-    "Expecting ',' delimiter": "a comma or a closing bracket",
-    "Expecting ':' delimiter": "a colon",
-    "Expecting property name enclosed in double quotes": "a name in double quotes",
-    "Illegal trailing comma before end of object": "no comma before the bracket",
-    "Illegal trailing comma before end of array": "no comma before the bracket",
-    UNTERMINATED: "a text that ends with a quote",
-    "Invalid control character at": "a text without line breaks",
-    "Extra data": "nothing more",
-}
-
-WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 32, in either order
-
 
 class NotRegularError(OSError, ValueError):
     """A FIFO, device, socket or folder in place of a file: opening one may wait without end, or do
@@ -67,15 +50,11 @@ def read_text(path: AnyPath) -> str:
 def decoded(content: bytes) -> str:
     """Text in UTF-8, without the byte order mark that editors on Windows put before it.
 
-    Raises ValueError for other text; UTF-16 and UTF-32, which have marks or zeros, are named.
-    """
-    has_zeros = 0 < content[:4].count(0) < 4
-    if content.startswith(WIDE_MARKS) or has_zeros:
-        raise ValueError("text in UTF-16 or UTF-32, which must be saved as UTF-8")
+    Raises ValueError for other text."""
     try:
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(str(error)) from None  # its repr holds all of the text
+    except UnicodeDecodeError as error:  # its repr holds all of the text
+        raise ValueError(f"{error}: save it as UTF-8") from None
 
 
 def read_json(path: AnyPath) -> Any:
@@ -106,7 +85,7 @@ def read_record(
 
 def parse_json(text: Union[str, bytes]) -> Any:
     """The content of JSON, of bytes as `decoded`. Raises ValueError if the text is not JSON, with
-    the line and column of the fault and what is expected there, nested too deep or not Unicode."""
+    the line and column of the fault, nested too deep or not Unicode."""
     if isinstance(text, bytes):
         text = decoded(text)
     if not text.strip():
@@ -117,8 +96,6 @@ def parse_json(text: Union[str, bytes]) -> Any:
             # Fails for half a surrogate pair, which no file can hold.
             json.dumps(content, ensure_ascii=False).encode()
         return content
-    except json.JSONDecodeError as error:
-        raise ValueError(_fault(error)) from None
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
 
@@ -149,17 +126,6 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
         raise ValueError(_message(str(error), content, name)) from None
     _check_rest(record, content, name)
     return record
-
-
-def _fault(error: json.JSONDecodeError) -> str:
-    """Where a text is no JSON, and what is expected there."""
-    where = f"line {error.lineno}, column {error.colno}"
-    kind = "a fault"
-    if error.msg == UNTERMINATED or not error.doc[error.pos :].strip():
-        kind = "an end, as of a file that was cut,"
-    if error.msg not in EXPECTED:
-        return f"{kind} at {where}: {error.msg}"
-    return f"{kind} at {where}, where {EXPECTED[error.msg]} must be"
 
 
 def _check_rest(record: Any, content: Any, name: str) -> None:

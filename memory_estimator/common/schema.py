@@ -21,7 +21,6 @@ command line."""
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import math
 import operator
@@ -201,9 +200,8 @@ def check_given(
     options = {field.name: (field, spec) for cls in classes for field, spec in _fields(cls)}
     for name, value in values.items():
         if name not in options:
-            near = difflib.get_close_matches(name, options, 1)
-            todo = f"did you mean {near[0]!r}?" if near else "see --help"
-            raise error(f"a setting must have the name of an option, got {name!r}; {todo}")
+            rule = "a setting must have the name of an option"
+            raise error(f"{rule}, got {name!r}; see --help")
         _refuse_unset(*options[name], value, error)
 
 

@@ -125,14 +125,14 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Okabe and Ito's colours, which a colour-blind reader can tell apart."""
 
 
-def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure without pyplot or any other state of the process, sizes in inches at 130 dots
     each."""
     # Imported on first use: matplotlib takes half a second and may write a font cache.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=130, facecolor=facecolor)
+    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
@@ -140,8 +140,7 @@ def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
 def png(figure: Any) -> bytes:
     """The figure as PNG; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    colour = figure.get_facecolor()
-    figure.savefig(buffer, format="png", facecolor=colour, metadata={"Software": None})
+    figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import Callable, List
+from typing import Callable
 
 READER_GONE = 1  # the exit code
 
@@ -17,7 +17,7 @@ def use_utf8() -> None:
     """
     if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
         return
-    words = _own_words()
+    words = getattr(sys, "orig_argv", ())[1:]  # Python 3.9 has none
     if not words or not sys.executable:  # no program, but a prompt or another program's Python
         return
     os.environ["PYTHONUTF8"] = "1"
@@ -50,18 +50,3 @@ def printing(command: Callable[[], int]) -> int:
             with contextlib.suppress(AttributeError, ValueError, OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return READER_GONE
-
-
-# --- Private helpers ---
-
-
-def _own_words() -> List[str]:
-    """The command line of this process after Python's name, Python's own options included; [] where
-    it is not known."""
-    if sys.version_info >= (3, 10):
-        return sys.orig_argv[1:]
-    options = [f"-W{rule}" for rule in sys.warnoptions]
-    spec = sys.modules["__main__"].__spec__
-    if spec is None:  # the text of a program after -c is not known
-        return [*options, *sys.argv] if os.path.isfile(sys.argv[0]) else []
-    return [*options, "-m", spec.name.rpartition(".__main__")[0] or spec.name, *sys.argv[1:]]

@@ -61,10 +61,10 @@ def test_another_host_has_another_file(changes):
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("costs", "float32", "pass", "traffic"), -1.0, "float32: pass traffic -1.0"),
-        (("costs", "float32", "update"), {"traffic": 1e-9}, "float32: update work missing"),
-        (("op_bytes",), {"stock": 1}, "op_bytes of itex missing"),
-        (("threads",), 0, "got threads 0"),
+        (("costs", "float32", "pass", "traffic"), -1.0, "a figure below 0, -1"),
+        (("costs", "float32", "update"), {"traffic": 1e-9}, "no 'work'"),
+        (("op_bytes",), {"stock": 1}, "no 'itex'"),
+        (("threads",), 0, "threads or l2_bytes below 1"),
     ],
 )
 def test_a_damaged_file_is_refused(place, value, message, tmp_path):

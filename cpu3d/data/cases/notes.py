@@ -132,13 +132,9 @@ def mixed_orientation(
     if not others:
         others = Counter(placed.values())
     wanted = others[True] >= others[False]
-    as_others = f"the patient's orientation, as {count(others[wanted], 'other case')}"
-    if wanted:
-        rule = f"must give {as_others}"
-        got = "sform and qform codes of 0"
-    else:
-        rule = f"must not give {as_others}"
-        got = "sform or qform codes above 0"
+    must = "must" if wanted else "must not"
+    rule = f"{must} give the patient's orientation, as {count(others[wanted], 'other case')}"
+    got = "sform and qform codes of 0" if wanted else "sform or qform codes above 0"
     advice = "correct its header, or leave it out: left and right may be exchanged between them"
     odd = [case_id for case_id, has in placed.items() if has != wanted]
     return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}

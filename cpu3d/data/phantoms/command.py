@@ -140,16 +140,12 @@ def _write_case(out: Path, drawing: Drawing, index: int) -> None:
 
 def _dataset_json(cases: int, drawing: Drawing) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
-    name = "BRATS phantom"
-    shown = "Made-up gliomas in made-up brains"
-    if drawing.kind == "ct":
-        name = "CT phantom"
-        shown = "Made-up livers in made-up bodies"
+    name = "CT phantom" if drawing.kind == "ct" else "BRATS phantom"
     channels = drawing.channels
     files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": name,
-        "description": f"{shown}, for trials of the software; no patient's data",
+        "description": "Made-up volumes for trials of the software; no patient's data",
         "tensorImageSize": "4D" if len(channels) > 1 else "3D",
         "modality": {str(index): channel for index, channel in enumerate(channels)},
         "labels": {str(code): label for code, label in drawing.labels.items()},

@@ -118,8 +118,8 @@ class Options:
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option(
         USUAL_SPLIT,
-        "shares of the patients: fractions that sum to 1, or a ratio in whole numbers; for"
-        " `train --folds` 1 0 0 puts all of them into the folds, and leaves none for a test split",
+        "shares of the patients, in any ratio; for `train --folds` 1 0 0 puts all of them into the"
+        " folds, and leaves none for a test split",
         metavar=("TRAIN", "VAL", "TEST"),
         one_of="split",
     )

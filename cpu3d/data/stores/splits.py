@@ -43,17 +43,13 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
     back sorted.
 
     `patients` maps case id -> patient id. Every split with a fraction above 0 gets a patient, then
-    always the split furthest behind its share. Whole numbers are a ratio; fractions sum to 1 or
-    100, but for their rounding. Raises InputError for bad shares or too few patients."""
+    always the split furthest behind its share. Raises InputError for bad shares or too few
+    patients."""
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
         rule = "--split must be three shares of at least 0, not all 0"
         raise InputError(f"{rule}, got {fractions}; try --split 8 1 1")
     words = " ".join(f"{share:g}" for share in fractions)
-    has_fractions = any(share != int(share) for share in fractions)
-    if has_fractions and not any(math.isclose(total, whole, rel_tol=0.011) for whole in (1, 100)):
-        rule = f"--split with fractions must sum to 1, or to 100 in percent, got {words}, which"
-        raise InputError(f"{rule} sum to {total:g}; correct one, or give a ratio in whole numbers")
     order = dealing_order(patients.values(), seed)
     shares = {name: share / total for name, share in zip(SPLITS, fractions) if share > 0}
     if len(order) < len(shares):

@@ -19,7 +19,6 @@ def read(record, **changes):
         {"box": {"start": [0, 0, 0], "size": [9, 1, 1]}},
         {"stored": {"start": [0, 0, 0], "size": [9, 4, 4]}},
         {"channel_std": [0.0]},
-        {"channel_mean": [1.0, 2.0]},
     ],
 )
 def test_a_record_whose_files_would_be_elsewhere_or_that_contradicts_itself_is_none(changes):

@@ -33,7 +33,6 @@ def test_a_case_without_a_label_has_none(tmp_path):
     [
         (lambda content: content.update(schema=1), "of schema 2, got schema 1"),
         (lambda content: content.pop("labels"), "complete"),
-        (lambda content: content["regions"].update({"\x1b": [1]}), r"control .*, got '\\x1b'"),
         (lambda content: content["split"]["val"].append("a"), "got a split of other cases"),
         (lambda content: content["cases"].update(a="0"), r"a\.json must .*, got other bytes"),
         (lambda content: content["cases"].update({"../c": "0"}), "complete JSON"),
