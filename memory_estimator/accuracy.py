@@ -8,7 +8,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, Mapping, Optional, Tuple, Union
+from typing import Dict, Mapping, Optional, Tuple
 
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.units import counted
@@ -105,13 +105,11 @@ def bound_of_layers(process_peak_bytes: int) -> int:
     return math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
 
 
-def load_accuracy(
-    path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None
-) -> Accuracy:
+def load_accuracy(versions: Optional[Mapping[str, str]] = None) -> Accuracy:
     """The shipped digest; `versions` are those of the engines, if known. Raises ValueError for a
     damaged file."""
     todo = "restore it, or make it from the records"
     accuracy: Accuracy = read_record(
-        path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo
+        SHIPPED, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo
     )
     return dataclasses.replace(accuracy, versions=dict(versions or {}))

@@ -52,8 +52,7 @@ def split_hash(
         digest.update(json.dumps(ids).encode())
     if normalisation:
         # By kinds and numbers alone; "why" stands in it as it always has.
-        unchosen = [replace(each, why="", is_chosen=False) for each in normalisation]
-        kinds = [{**each.to_json(), "why": ""} for each in unchosen]
+        kinds = [{**replace(each, is_chosen=False).to_json(), "why": ""} for each in normalisation]
         digest.update(json.dumps(kinds).encode())
     return digest.hexdigest()[:12]
 

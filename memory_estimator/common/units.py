@@ -18,20 +18,15 @@ def parse_bytes(text: str) -> int:
     """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive
     number with a unit. A bare "64G" is refused rather than guessed at: it is 7 % more in GiB than
     in GB, which decides whether a job fits."""
-    match = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
-    if not match:
-        rule = "memory must be a number with its unit, of 18 digits at most"
-        raise ValueError(f"{rule}, got {shortened(text)!r}; write it like 384GiB or 1.5TiB")
-    todo = "write it like 384GiB or 1.5TiB"
-    whole = match[1]
-    fraction = match[2] or ""
-    unit = match[3].lower()
     units = {name.lower(): size for name, size in UNITS.items()}
-    if unit not in units:
-        raise ValueError(f"memory must be in one of {', '.join(UNITS)}, got {text!r}; {todo}")
-    size = int(whole + fraction) * units[unit] // 10 ** len(fraction)
+    match = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([a-z]+)", text.strip().lower(), re.ASCII)
+    size = 0
+    if match and match[3] in units:
+        fraction = match[2] or ""
+        size = int(match[1] + fraction) * units[match[3]] // 10 ** len(fraction)
     if size < 1:
-        raise ValueError(f"memory must be positive, got {text!r}; {todo}")
+        rule = f"memory must be a positive number, of 18 digits at most, in {', '.join(UNITS)}"
+        raise ValueError(f"{rule}, got {shortened(text)!r}; write it like 384GiB or 1.5TiB")
     return size
 
 

@@ -11,7 +11,7 @@ from cpu3d.data import nifti
 from cpu3d.data.cases.channels import AS_IT_IS
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.datasets.dataset import Problems
-from cpu3d.data.manifest import CaseRecord
+from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.normalise import PERCENTILES, Normalisation
 from cpu3d.data.region import Array
 from cpu3d.util.records import count, listed
@@ -59,6 +59,16 @@ def case_notes(
     for value, alike in names.items():
         rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
         notes.append(f"{rule}: the content box is the whole grid; make it 0 if nothing is there")
+    return notes
+
+
+def notes_of_store(manifest: Manifest) -> Dict[str, List[str]]:
+    """Say what is unusual about the cases of a store, by case id."""
+    units = unit_notes(manifest.cases, manifest.channels)
+    notes = {}
+    for case in manifest.cases:
+        own = case_notes(case, manifest.channels, manifest.ignore)
+        notes[case.case_id] = [*own, *units.get(case.case_id, ())]
     return notes
 
 

@@ -193,11 +193,7 @@ def _write_array(path: Path, array: Array, format_: str) -> ArrayFile:
 
 
 def convert_all(
-    cases: Sequence[CaseFiles],
-    dataset: Dataset,
-    store_dir: Path,
-    settings: StoreSettings,
-    workers: int,
+    dataset: Dataset, store_dir: Path, settings: StoreSettings, workers: int
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
     """The records of all good cases and the problems of the bad ones, by case id.
 
@@ -205,6 +201,7 @@ def convert_all(
     kept, and MemoryError as `run_jobs`."""
     records: Dict[str, CaseRecord] = {}
     problems: Problems = {}
+    cases = dataset.cases
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), cases, workers)
     try:

@@ -27,9 +27,8 @@ from cpu3d.data.cases.kinds import chosen_kinds
 from cpu3d.data.cases.notes import (
     absence_line,
     absent_regions,
-    case_notes,
     note_lines,
-    unit_notes,
+    notes_of_store,
 )
 from cpu3d.data.cases.resample import (
     Keep,
@@ -335,9 +334,6 @@ def summary_lines(store: Store) -> List[str]:
     """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
     manifest = store.manifest
     cases = manifest.cases
-    notes = {case.case_id: case_notes(case, manifest.channels, manifest.ignore) for case in cases}
-    for case_id, more in unit_notes(cases, manifest.channels).items():
-        notes[case_id] = [*notes[case_id], *more]
     size_bytes = 0
     images: Counter[str] = Counter()
     voxels: Counter[int] = Counter()  # of each label code
@@ -371,7 +367,7 @@ def summary_lines(store: Store) -> List[str]:
         lines[f"label {code}"] = f"{name}: {count(with_code, 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
-    return [head, *shown, *note_lines(notes)]
+    return [head, *shown, *note_lines(notes_of_store(manifest))]
 
 
 def print_summary(store_dir: Path) -> None:

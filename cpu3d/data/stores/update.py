@@ -12,7 +12,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 from cpu3d.data.cases.case import check_annotated
 from cpu3d.data.cases.kinds import decide, in_window, with_windows
 from cpu3d.data.cases.notes import mixed_orientation
-from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
+from cpu3d.data.datasets.dataset import Dataset, Problems
 from cpu3d.data.datasets.layouts import ignoring, labels_in_use, regions_in
 from cpu3d.data.datasets.patients import TABLE, read_patients
 from cpu3d.data.files.reader import Reader
@@ -61,7 +61,7 @@ def make_store(
         kinds = decide(dataset, train, settings.normalise, workers)
         note_normalisation(store_dir, kinds)
     dataset = replace(dataset, normalisation=kinds)
-    records, bad = _converted(store_dir, dataset, dataset.cases, settings, workers, [])
+    records, bad = _converted(store_dir, dataset, settings, workers, [])
     bad.update(dataset.problems)
     if not skip_bad:
         refuse_bad_cases(bad, f"{count(records, 'good case')} kept in {store_dir}")
@@ -101,7 +101,7 @@ def grow(
         rule = f"--patients must be given, as store {folder} has its patients from a table"
         raise InputError(f"{rule}, got none; name one")
     dataset = with_checked_headers(replace(dataset, cases=new, problems=problems), skip_bad)
-    added, bad = _converted(folder, dataset, dataset.cases, old.settings, workers, old.cases)
+    added, bad = _converted(folder, dataset, old.settings, workers, old.cases)
     bad.update(dataset.problems)
     if not skip_bad:
         refuse_bad_cases(bad, f"{count(added, 'good case')} kept in {folder}")
@@ -197,13 +197,13 @@ def _fitting(dataset: Dataset, manifest: Manifest, store_dir: Path) -> Dataset:
 def _converted(
     store_dir: Path,
     dataset: Dataset,
-    new: Sequence[CaseFiles],
     settings: StoreSettings,
     workers: int,
     others: Sequence[CaseRecord],
 ) -> Tuple[Dict[str, CaseRecord], Problems]:
-    """The records of new cases that are good beside `others`, and the problems of the bad ones."""
-    made, bad = convert_all(new, dataset, store_dir, settings, workers)
+    """The records of the data set's cases that are good beside `others`, and the problems of the
+    bad ones."""
+    made, bad = convert_all(dataset, store_dir, settings, workers)
     mixed = mixed_orientation(made.values(), others)
     good = {case_id: made[case_id] for case_id in made if case_id not in mixed}
     return good, {**bad, **mixed}

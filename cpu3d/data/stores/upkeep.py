@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Dict, List, Optional, Tuple
 
-from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
+from cpu3d.data.cases.notes import note_lines, notes_of_store
 from cpu3d.data.datasets.dataset import regions_in_words
 from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.files.reader import Reader
@@ -104,12 +104,7 @@ def run_append(options: Append) -> int:
     if done.new:
         lines.append(f"  split    {split_sizes(after)}; no old case has moved")
         lines.append(f"  hash     {after.split_hash}: older runs refuse the store")
-    notes = {}
-    units = unit_notes(after.cases, after.channels)
-    for record in after.cases:
-        if record.case_id in done.new:
-            own = case_notes(record, after.channels, after.ignore)
-            notes[record.case_id] = [*own, *units.get(record.case_id, ())]
+    notes = {name: own for name, own in notes_of_store(after).items() if name in done.new}
     say(*lines, *note_lines(notes), stderr=False)
     return 0
 
