@@ -122,7 +122,43 @@ class Plan:
     @property
     def schedule(self) -> Schedule:
         """What the run does besides its full steps."""
-        return schedule_of(self.config, self.store, self.steps)
+        config = self.config
+        store = self.store
+        held_out = store.cases("val")
+        shapes = [record.scored_shape for record in held_out]
+        judged_shape = max(shapes, key=math.prod, default=None)  # the largest that is scored
+        scored_voxels = math.prod(judged_shape or store.manifest.largest_shape)
+        labelled = sum(record.has_label for record in held_out)
+        cases_with = []  # of each region
+        for codes in config.codes_by_region.values():
+            has_region = [not set(codes).isdisjoint(each.label_voxels) for each in held_out]
+            cases_with.append(sum(has_region))
+        if max(cases_with, default=0) < LEAST_CASES:  # then no network need be asked
+            labelled = 0
+            judged_shape = None
+        schedule = Schedule(
+            steps=self.steps,
+            extra=_extra_memory(config, store, judged_shape),
+            budget_s=60 * config.budget_minutes if config.has_open_length else None,
+            validations=config.validations,
+            held_out=len(held_out),
+            windows=_windows(config, store),
+            decided=labelled,
+            flips=2 ** len(config.mirrored_axes),
+            scored_voxels=scored_voxels,
+            grids=() if config.is_patch else tuple(grids_of(config, store)),
+        )
+        if not config.coarse_steps:
+            return schedule
+        first = config.at(0)
+        return dataclasses.replace(
+            schedule,
+            coarse_steps=config.coarse_steps,
+            coarse_shape=first.grid,
+            coarse_extra=_extra_memory(first, store, judged_shape),
+            coarse_windows=_windows(first, store),
+            coarse_grids=() if config.is_patch else tuple(grids_of(first, store)),
+        )
 
     @property
     def predicted(self) -> Dict[str, Any]:
@@ -301,44 +337,6 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 # --- What the estimator is asked ---
-
-
-def schedule_of(config: RunConfig, store: Store, steps: int) -> Schedule:
-    """What a run of so many steps does besides its full steps, on a store as its fold sees it."""
-    held_out = store.cases("val")
-    shapes = [record.scored_shape for record in held_out]
-    judged_shape = max(shapes, key=math.prod, default=None)  # the largest that is scored
-    scored_voxels = math.prod(judged_shape or store.manifest.largest_shape)
-    labelled = sum(record.has_label for record in held_out)
-    cases_with = []  # of each region
-    for codes in config.codes_by_region.values():
-        cases_with.append(sum(not set(codes).isdisjoint(each.label_voxels) for each in held_out))
-    if max(cases_with, default=0) < LEAST_CASES:  # then no network need be asked
-        labelled = 0
-        judged_shape = None
-    schedule = Schedule(
-        steps=steps,
-        extra=_extra_memory(config, store, judged_shape),
-        budget_s=60 * config.budget_minutes if config.has_open_length else None,
-        validations=config.validations,
-        held_out=len(held_out),
-        windows=_windows(config, store),
-        decided=labelled,
-        flips=2 ** len(config.mirrored_axes),
-        scored_voxels=scored_voxels,
-        grids=() if config.is_patch else tuple(grids_of(config, store)),
-    )
-    if not config.coarse_steps:
-        return schedule
-    first = config.at(0)
-    return dataclasses.replace(
-        schedule,
-        coarse_steps=config.coarse_steps,
-        coarse_shape=first.grid,
-        coarse_extra=_extra_memory(first, store, judged_shape),
-        coarse_windows=_windows(first, store),
-        coarse_grids=() if config.is_patch else tuple(grids_of(first, store)),
-    )
 
 
 def grids_of(config: RunConfig, store: Store) -> List[Shape3]:

@@ -99,7 +99,6 @@ class SavedComparison:
 
     asked: Json  # a later call must ask for the same
     plan: List[VariantPlan]  # one a variant
-    store: str
     split: str  # the cases that are scored
     runs: Dict[str, str]  # of the last call: their folders in this one, by their names
 
@@ -126,7 +125,7 @@ def run(options: Options, settings: Json) -> int:
         folder = store.folder.resolve()
         every_run = [run for *_, runs in planned for run in runs]
         places = {run.name: str(run.folder.relative_to(out)) for run in every_run}
-        saved = dataclasses.replace(saved, store=str(folder), runs=places)
+        saved = dataclasses.replace(saved, runs=places)
         write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(saved)})
         if options.folds:  # each a folder of folds, which `predict` and `status` take together
             for variant, seed, runs in planned:
@@ -207,7 +206,7 @@ def _saved_comparison(options: Options, settings: Json, store: Store) -> SavedCo
     plan = planned_variants(
         variants, store, options.names_of_folds, validations, **length, force=options.force
     )
-    return SavedComparison(asked, plan, "", SPLIT if options.folds else UNTOUCHED, {})
+    return SavedComparison(asked, plan, SPLIT if options.folds else UNTOUCHED, {})
 
 
 def _planned_runs(variant: VariantPlan, seed: int, out: Path, options: Options) -> List[PlannedRun]:

@@ -24,7 +24,7 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, strips
 from cpu3d.report.runs import RunFiles, read_run, runs_table, write_page
 from cpu3d.report.sections import Element, shown_cases
-from cpu3d.run.folds import fold_folder, read_folds
+from cpu3d.run.folds import read_folds
 from cpu3d.run.summary import median, numbers
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
@@ -122,11 +122,10 @@ def read_answer(variant: str, seed: int, folder: Path, split: str) -> Answer:
     """Read what was trained in a folder, of one run or of folds, and scored on `split`. Raises
     InputError if it was not trained or scored, or its files are damaged."""
     name = f"{variant}, seed {seed}"
+    folders = {name: folder}
     folds = read_folds(folder)
     if folds:
-        folders = {f"{name}, fold {fold}": fold_folder(folder, fold) for fold in folds.names}
-    else:
-        folders = {name: folder}
+        folders = {f"{name}, fold {fold}": run for fold, run in folds.runs(folder).items()}
     runs = {name: read_run(run, variant) for name, run in folders.items()}
     return Answer(variant, seed, folder, runs, read_scores(scores_path(folder, split)), split)
 

@@ -22,7 +22,7 @@ from cpu3d.errors import ENDINGS, DivergedError, InputError, Interrupted
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores
+from cpu3d.inference.scores_file import UNTOUCHED, has_current_scores
 from cpu3d.run.checkpoint import is_trained
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import CONFIG
@@ -78,7 +78,7 @@ class PlannedRun:
         if self.is_fold:
             return is_scored(self.folder)
         rules = postprocessing_of(self.folder, load_config(self.folder))
-        return not outdated_scores(self.folder, UNTOUCHED, TOLERANCE_MM, postprocessing=rules)
+        return has_current_scores(self.folder, UNTOUCHED, TOLERANCE_MM, postprocessing=rules)
 
     def train(self, store: Path, log: Path) -> None:
         """Have it trained to its end, and its rules decided. Raises as `call`, RunFailedError if it

@@ -142,13 +142,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
 def _folder_for_scores(options: Options, together: RunSet) -> Path:
     """The folder that evaluation/ is in. Raises InputError if several runs need a name for it."""
     out = options.out or together.folder
-    if out is None and len(together.runs) == 1:
-        out = together.runs[0]
     if out is None:
-        raise InputError(
-            f"--out must name a folder for the scores of {len(together.runs)} runs together, got "
-            "none; add it"
-        )
+        out, *others = together.runs
+        if others:
+            raise InputError("--out must name a folder for the scores of several runs; add it")
     return out.resolve()
 
 

@@ -16,7 +16,7 @@ from cpu3d.inference.scores_file import (
     FILES,
     PREDICTIONS,
     SCHEMA,
-    outdated_scores,
+    has_current_scores,
     read_scores,
     scores_path,
     summary_fields,
@@ -46,7 +46,7 @@ def is_scored(run: Path) -> bool:
     are there."""
     path = scores_path(run, SPLIT)
     try:
-        if outdated_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
+        if not has_current_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
             return False
         scores = read_scores(path)
         evidence = _evidence(scores)

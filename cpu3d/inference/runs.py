@@ -221,27 +221,26 @@ class RunSet:
 def open_runs(options: RunOptions) -> RunSet:
     """The runs that are named, or the folds of a folder of folds. Raises InputError as
     `load_configs`, and for such a folder beside other runs."""
-    named = [run.resolve() for run in options.run]
-    folders = [run for run in named if read_folds(run)]
-    if not folders:
-        configs = load_configs(named, some_folds=options.some_folds)
-        return RunSet(named, configs, options.weights or "best")
-    folder = folders[0]
-    if len(named) > 1:
-        raise InputError(
-            f"--run must name a folder of folds alone, got {listed(named)}; leave the others out"
-        )
-    trained = trained_folds(folder)
-    lacking = [fold for fold in read_folds(folder).names if fold not in trained]
-    if lacking and not (options.some_folds and trained):
-        more = ", or add --some-folds" if trained else ""
-        raise InputError(
-            f"folds of {folder} must all be trained to their end, got {listed(lacking)} without; "
-            f"repeat its `train --folds`{more}"
-        )
-    runs = list(trained.values())
+    runs = [run.resolve() for run in options.run]
+    weights = "best"
+    folder = next(filter(read_folds, runs), None)
+    if folder:
+        if len(runs) > 1:
+            raise InputError(
+                f"--run must name a folder of folds alone, got {listed(runs)}; leave the others out"
+            )
+        trained = trained_folds(folder)
+        lacking = [fold for fold in read_folds(folder).names if fold not in trained]
+        if lacking and not (options.some_folds and trained):
+            more = ", or add --some-folds" if trained else ""
+            raise InputError(
+                f"folds of {folder} must all be trained to their end, got {listed(lacking)} "
+                f"without; repeat its `train --folds`{more}"
+            )
+        runs = list(trained.values())
+        weights = FOLD_WEIGHTS
     configs = load_configs(runs, some_folds=options.some_folds)
-    return RunSet(runs, configs, options.weights or FOLD_WEIGHTS, folder)
+    return RunSet(runs, configs, options.weights or weights, folder)
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:

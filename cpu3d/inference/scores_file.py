@@ -42,20 +42,19 @@ def read_scores(path: Path) -> Dict[str, Any]:
     return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
 
 
-def outdated_scores(
+def has_current_scores(
     run: Path,
     split: str,
     tolerance_mm: float,
     weights: str = "best",
     postprocessing: Optional[PostProcessing] = None,
-) -> str:
-    """The reason why a run must be scored again, empty if its scores are of this kind, of its
-    present weights, of the network applied as it was trained, and of answers with `postprocessing`;
-    None: with any."""
+) -> bool:
+    """Whether a run has scores of this kind, of its present weights, of the network applied as it
+    was trained, and of answers with `postprocessing`; None: with any."""
     try:
         scores = read_scores(scores_path(run, split))
     except InputError:
-        return "none that can be read"
+        return False
     config = load_config(run)
     wanted = {
         "split_hash": config.split_hash,
@@ -63,17 +62,16 @@ def outdated_scores(
         "weights": weights,
         "inference": applied(config, Inference()),
     }
-    differing = [name for name, value in wanted.items() if scores.get(name) != value]
-    reasons = [f"{name} {scores.get(name)}" for name in differing]
-    if "weights" not in differing and not are_of_weights(scores, [run]):
-        reasons.append("scores of earlier weights")
-    if postprocessing is not None:
-        for words in dict.fromkeys(case["postprocessing"] for case in scores["cases"]):
-            # All that are off are alike.
-            is_off = postprocessing.off and words.startswith("off: ")
-            if not is_off and words != postprocessing.words:
-                reasons.append(f"postprocessing {words}")
-    return ", ".join(reasons)
+    if any(scores.get(name) != value for name, value in wanted.items()):
+        return False
+    words = {case["postprocessing"] for case in scores["cases"]}
+    if postprocessing is None:
+        is_same = True
+    elif postprocessing.off:  # all that are off are alike
+        is_same = all(each.startswith("off: ") for each in words)
+    else:
+        is_same = words == {postprocessing.words}
+    return is_same and are_of_weights(scores, [run])
 
 
 def are_of_weights(scores: Mapping[str, Any], runs: Sequence[Path]) -> bool:

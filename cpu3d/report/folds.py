@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError
 from cpu3d.inference.out_of_fold import OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.postprocessing.run_rules import PostprocessingRules, cross_fitted, read_rules
@@ -32,7 +31,7 @@ from cpu3d.report.sections import (
     changed_by_rules,
 )
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.folds import CONFIG, FILE, fold_folder, read_folds
+from cpu3d.run.folds import CONFIG, read_folds
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 
@@ -103,19 +102,16 @@ def gather_folds(folder: Path) -> FoldsFiles:
     """Read a folder of folds. Raises InputError for one that is none, and for files that are
     damaged or of another version, but for scores, which can be made again."""
     folder = Path(folder).resolve()
+    answers = read_out_of_fold(folder)
     folds = read_folds(folder)
-    if folds is None:
-        raise InputError(
-            f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
-        )
-    folders = {fold: fold_folder(folder, fold) for fold in folds.names}
-    runs = {fold: read_run(run) for fold, run in folders.items() if (run / CONFIG).is_file()}
+    folders = folds.runs(folder).items()
+    runs = {fold: read_run(run) for fold, run in folders if (run / CONFIG).is_file()}
     return FoldsFiles(
         folder=folder,
         names=folds.names,
         runs=runs,
         store=open_first([folds.store, *(run.config.store for run in runs.values())]),
-        answers=read_out_of_fold(folder),
+        answers=answers,
         decision=read_rules(folder),
     )
 

@@ -17,7 +17,7 @@ Figures = List[Tuple[str, bytes]]  # (title, PNG) each
 YRange = Optional[Tuple[float, Optional[float]]]
 
 GROUPS = 2000
-"""The most groups of neighbouring points of a curve: more are not to be told apart."""
+"""The most points of a running median: more are not to be told apart."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,15 @@ def chart(
         good = np.isfinite(x) & np.isfinite(y)
         x = x[good]
         y = y[good]
-        groups = np.array_split(np.arange(x.size), min(max(x.size, 1), GROUPS))
-        if x.size > 2 * GROUPS:  # of each group the lowest and the highest
-            ends = [group[pick(y[group])] for group in groups for pick in (np.argmin, np.argmax)]
-            shown = np.unique(ends)
-        else:
-            shown = np.arange(x.size)
         style = {"color": line.colour, "label": line.name}
         if line.is_dense and x.size >= 8:
-            axes.plot(x[shown], y[shown], color=line.colour, alpha=0.22, linewidth=0.8)
+            axes.plot(x, y, color=line.colour, alpha=0.22, linewidth=0.8)
+            groups = np.array_split(np.arange(x.size), min(x.size, GROUPS))
             medians = [np.median(y[group]) for group in groups]
             middle = median_filter(medians, len(groups) // 20 + 5)
             axes.plot([x[group[0]] for group in groups], middle, linewidth=1.4, **style)
         else:
-            axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
+            axes.plot(x, y, line.marks, markersize=3.2, linewidth=1.6, **style)
     if switch:
         axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)

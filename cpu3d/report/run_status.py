@@ -107,6 +107,7 @@ def run_status(run: Path, *, is_fold: bool = False) -> RunStatus:
     recent = history.steps.events[-RECENT:]
     losses = numbers(recent, "loss")
     dice = {region: finite(each[-RECENT:]) for region, each in history.steps.dice.items()}
+    validations = history.validations.events
     return RunStatus(
         folder=str(run),
         state=worst.state,
@@ -121,7 +122,7 @@ def run_status(run: Path, *, is_fold: bool = False) -> RunStatus:
         seconds_left=history.pace.seconds_left(begin, steps) if steps_left else None,
         loss=statistics.fmean(losses) if losses else None,
         dice={region: float(np.mean(each)) for region, each in dice.items() if len(each)},
-        validation=dict(history.last_validation) or None,
+        validation=dict(validations[-1]) if validations else None,
         best=best_score(run),
         reasons=reasons_of(run),
         checkpoint=checkpoint,

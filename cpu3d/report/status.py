@@ -26,8 +26,8 @@ from rich.console import Group
 from rich.text import Text
 
 from cpu3d.errors import InputError
-from cpu3d.inference.out_of_fold import is_scored
-from cpu3d.inference.scores_file import are_of_weights, read_scores, scores_path
+from cpu3d.inference.out_of_fold import SPLIT, is_scored
+from cpu3d.inference.scores_file import UNTOUCHED, are_of_weights, read_scores, scores_path
 from cpu3d.report.run_status import (
     ALIVE,
     FINE,
@@ -59,15 +59,15 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    status: Any
+    look: Any = run_status
+    show: Any = describe
     if read_run_set(options.run):
-        status = set_status(options.run)
-    else:
-        status = run_status(options.run)
+        look = set_status
+        show = describe_set
+    status = look(options.run)
     if options.json:
         print(json.dumps(dataclasses.asdict(status), indent=1))
     else:
-        show = describe_set if isinstance(status, SetStatus) else describe
         new_console().print(show(status))
     return 0 if status.is_fine else 1
 
@@ -127,13 +127,8 @@ class SetStatus:
 
 
 def set_status(folder: Path) -> SetStatus:
-    """Look at a folder of folds, or of a comparison. Raises InputError for one that is none, or is
-    damaged."""
-    folder = Path(folder)
+    """Look at a folder of folds, or of a comparison. Raises InputError for one that is damaged."""
     run_set = read_run_set(folder)
-    if run_set is None:
-        rule = f"folder {folder} must be one of `train --folds` or `compare`, got another"
-        raise InputError(f"{rule}; name a run or such a folder")
     ends = map(last_end, run_set.runs.values())
     finished = [end for end in ends if end.get("reason") == FINISHED]
     usual_s = run_set.run_s
@@ -211,10 +206,13 @@ def _part_status(name: str, run_set: RunSet, usual_s: Optional[float]) -> PartSt
 
 def _mean_dice(run: Path, run_set: RunSet) -> Optional[float]:
     """The mean Dice of a run's current scores; None if there are none."""
-    if run_set.is_out_of_fold and not is_scored(run):
-        return None
+    split = UNTOUCHED
+    if run_set.is_out_of_fold:
+        split = SPLIT
+        if not is_scored(run):
+            return None
     try:
-        scores = read_scores(scores_path(run, run_set.split))
+        scores = read_scores(scores_path(run, split))
     except InputError:
         return None
     return scores["mean_dice"] if are_of_weights(scores, [run]) else None

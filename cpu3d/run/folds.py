@@ -39,6 +39,10 @@ class Folds:
         """The folds, as "1/5"."""
         return fold_names(self.count)
 
+    def runs(self, folder: Path) -> Dict[str, Path]:
+        """Fold -> its run in their folder."""
+        return {fold: fold_folder(folder, fold) for fold in self.names}
+
 
 def fold_names(count: int) -> List[str]:
     """All folds of so many, as "1/5"."""
@@ -77,10 +81,8 @@ def trained_folds(folder: Path) -> Dict[str, Path]:
     is none of folds."""
     folds = read_folds(folder)
     if folds is None:
-        rule = f"folder {folder} must hold a {FILE}"
-        raise InputError(f"{rule}, found none; name one of `train --folds`")
-    runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    return {fold: run for fold, run in runs.items() if is_over(run)}
+        raise InputError(f"folder {folder} must hold a {FILE}; name one of `train --folds`")
+    return {fold: run for fold, run in folds.runs(folder).items() if is_over(run)}
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,7 @@ class RunSet:
 
     kind: str  # "folds" or "comparison"
     runs: Dict[str, Path]  # by their names
-    store: str
-    split: str  # the cases that they are scored on
-    is_out_of_fold: bool  # whether these are those that a fold holds out
+    is_out_of_fold: bool  # whether each is scored on the cases that it holds out, not on test cases
     run_s: Optional[float] = None  # predicted, until one is trained and scored
 
 
@@ -100,8 +100,7 @@ def read_run_set(folder: Path) -> Optional[RunSet]:
     InputError for a damaged one."""
     folds = read_folds(folder)
     if folds is not None:
-        runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-        return RunSet("folds", runs, folds.store, "val", True, folds.fold_s)
+        return RunSet("folds", folds.runs(folder), True, folds.fold_s)
     path = Path(folder) / COMPARISON
     if not path.is_file():
         return None
@@ -111,8 +110,7 @@ def read_run_set(folder: Path) -> Optional[RunSet]:
         if not places:
             raise ValueError("no runs")
         runs = {name: Path(folder) / place for name, place in places.items()}
-        about = typed({name: content[name] for name in ("store", "split")}, Dict[str, str])
-        return RunSet("comparison", runs, **about, is_out_of_fold=bool(content["asked"]["folds"]))
+        return RunSet("comparison", runs, bool(content["asked"]["folds"]))
 
     return read_record(path, SCHEMA, checked, "choose another --out", InputError)
 

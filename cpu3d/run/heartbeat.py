@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from cpu3d.util.atomic import atomic_write
-from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.files import read_record, typed
 
 SCHEMA = 1
 
@@ -155,12 +155,8 @@ def process_start(pid: int) -> Optional[int]:
 
 
 def _read(path: Path) -> Any:
+    todo = "a running worker soon replaces it"
     try:
-        content = read_json(path)
-        schema = content.pop("schema")
-        if schema != SCHEMA:
-            rule = f"{path} must have schema {SCHEMA}"
-            return f"{rule}, got {schema}; use `status` of the version that runs"
-        return typed(content, Heartbeat, "heartbeat")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{path} must be a whole heartbeat, got {error!r}; a running worker soon replaces it"
+        return read_record(path, SCHEMA, lambda content: typed(content, Heartbeat), todo)
+    except (OSError, ValueError) as error:
+        return str(error)

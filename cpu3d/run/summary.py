@@ -46,9 +46,6 @@ class Columns:
     def __init__(self, events: Sequence[Event]):
         self.events = events
 
-    def __len__(self) -> int:
-        return len(self.events)
-
     def __getitem__(self, name: str) -> Array:
         return np.array([event.get(name, math.nan) for event in self.events], float)
 
@@ -76,7 +73,6 @@ class Costs:
     voxels: int  # that the network has seen in them
     # mean of the full steps, waiting for data included, but for those that compile
     step_s: Optional[float]
-    coarse_step_s: Optional[float]  # of the coarse ones
     steps_s: float  # of all steps, the compilation in the first ones included
     wait_s: float  # of it, waiting for data
     validation_s: float
@@ -182,11 +178,6 @@ class History:
         self.validations = Columns(self._events["validation"])
 
     @property
-    def last_validation(self) -> Event:
-        """The last validation; {} if there is none."""
-        return self.validations.events[-1] if len(self.validations) else {}
-
-    @property
     def last_step(self) -> int:
         """The steps that are done by the log."""
         return max((event["step"] for event in self.steps.events), default=0)
@@ -200,7 +191,6 @@ class History:
             steps=self.last_step,
             voxels=int(finite(steps["voxels"]).sum()),
             step_s=self.mean_step_s(coarse_steps),
-            coarse_step_s=self.mean_step_s(coarse_steps, coarse=True),
             steps_s=math.fsum(finite(steps["step_s"])),
             wait_s=math.fsum(finite(steps["wait_s"])),
             validation_s=math.fsum(finite(self.validations["seconds"])),

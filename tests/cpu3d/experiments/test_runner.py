@@ -13,7 +13,7 @@ import pytest
 from cpu3d.experiments import runner
 from cpu3d.experiments.runner import PlannedRun, RunFailedError, call, carry_out
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.inference.scores_file import outdated_scores, scores_path
+from cpu3d.inference.scores_file import has_current_scores, scores_path
 from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event
@@ -155,12 +155,12 @@ def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_no
 ):
     carried_out(phantom_store, tmp_path, "a")
     folder = tmp_path / "a"
-    assert outdated_scores(folder, "test", TOLERANCE_MM) == ""
-    assert outdated_scores(folder, "test", 2.0)
+    assert has_current_scores(folder, "test", TOLERANCE_MM)
+    assert not has_current_scores(folder, "test", 2.0)
     path = scores_path(folder)
     scores = path.read_text()
     path.write_text(scores.replace('"flips": true', '"flips": false'))
-    assert outdated_scores(folder, "test", TOLERANCE_MM)
+    assert not has_current_scores(folder, "test", TOLERANCE_MM)
     path.write_text(scores)
     save_checkpoint(folder / "checkpoints" / "best.npz", {}, {"step": 5})
-    assert "scores of earlier weights" in outdated_scores(folder, "test", TOLERANCE_MM)
+    assert not has_current_scores(folder, "test", TOLERANCE_MM)

@@ -172,7 +172,7 @@ def test_what_is_damaged_or_missing_is_named(run, tmp_path, capsys):
     with (run / "log.jsonl").open("a") as file:
         file.write('\x00\x00\n[1]\n{"event": "step", "step": 12')
     text = printed(run)
-    for part in ("run: unknown", "must be a whole heartbeat", "step: 120 of 4,000"):
+    for part in ("run: unknown", "must be complete JSON", "step: 120 of 4,000"):
         assert part in text
     assert main(["status", "--run", str(tmp_path / "nothing")]) == 2
     assert "must hold a config" in capsys.readouterr().err

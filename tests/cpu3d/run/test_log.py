@@ -142,7 +142,6 @@ def test_costs_are_of_coarse_steps_and_full_ones_apart():
         steps=5,
         voxels=40,
         step_s=5,  # without those that compile, of 9 s and 8 s
-        coarse_step_s=1,
         steps_s=28,
         wait_s=2.5,
         validation_s=3,
@@ -151,6 +150,7 @@ def test_costs_are_of_coarse_steps_and_full_ones_apart():
         peak_rss_bytes=9,
         allocator_peak_bytes=None,
     )
+    assert History(events).mean_step_s(2, coarse=True) == 1
     assert History([*events, START]).costs().train_s is None, "it has not ended"
     assert History([]).costs().step_s is None
 
