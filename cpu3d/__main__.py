@@ -130,8 +130,10 @@ def _explained(error: BaseException) -> List[str]:
         problems = [fault_of(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
-        todo = "end other programs, or use a host with more"
-        problems = [f"memory must suffice for the command, got {got}; {todo}"]
+        problems = [
+            f"memory must suffice for the command, got {got}; end other programs, or use a host "
+            "with more"
+        ]
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):

@@ -49,8 +49,9 @@ def decide(
     or ValueError for settings that do not suit the others."""
     settings = with_settings(recipe_settings(chosen), chosen)
     if not settings.is_patch and "patch" in chosen:
-        rule = "--patch must come with --mode patch, got mode whole"
-        raise InputError(f"{rule}; add that, or leave it out")
+        raise InputError(
+            "--patch must come with --mode patch, got mode whole; add that, or leave it out"
+        )
     facts = store_facts(with_fold(store, settings.fold))
     channels = settings.channels or facts.store_channels
     regions = settings.regions or tuple(facts.region_codes)
@@ -158,9 +159,10 @@ def _with_grid(
         if config.curriculum == "half" and not coarse.is_possible:
             halved = zip("XYZ", config.unet.stride(0), divisors)
             below = [f"{2 * divisor} along {axis}" for axis, step, divisor in halved if step == 2]
-            rule = f"--curriculum must be off if half of {by(median)} is below {' or '.join(below)}"
-            todo = "leave it out, or choose a smaller --depth"
-            raise InputError(f"{rule}, got half, a grid of {by(coarse.grid)}; {todo}")
+            raise InputError(
+                f"--curriculum must be off if half of {by(median)} is below {' or '.join(below)}, "
+                f"got half, a grid of {by(coarse.grid)}; leave it out, or choose a smaller --depth"
+            )
         if coarse.is_taken or config.curriculum == "half":
             coarse_shape = coarse_grid(extent, config.unet.stride(0), divisors).grid
     return dataclasses.replace(
@@ -202,16 +204,19 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
 def check_device(settings: Settings, workers: int) -> None:
     """Raise InputError for a card with several workers."""
     if settings.device != "cpu" and workers > 1:
-        rule = "--device must be cpu for several workers"
-        raise InputError(f"{rule}, got {settings.device}; give --device cpu")
+        raise InputError(
+            f"--device must be cpu for several workers, got {settings.device}; give --device cpu"
+        )
 
 
 def micro_batch_of(settings: Settings, workers: int) -> int:
     """The micro-batch, which with batch norm is by itself a worker's whole share of the batch."""
     batch = settings.batch
     if batch % workers:
-        rule = f"--batch must be a multiple of the {workers} workers, got {batch}"
-        raise InputError(f"{rule}; choose another --batch, or as many workers as divide it")
+        raise InputError(
+            f"--batch must be a multiple of the {workers} workers, got {batch}; choose another "
+            "--batch, or as many workers as divide it"
+        )
     share = batch // workers
     norm = settings.unet.norm
     micro_batch = settings.micro_batch
@@ -219,6 +224,8 @@ def micro_batch_of(settings: Settings, workers: int) -> int:
         micro_batch = share
     micro = micro_of(norm, batch, micro_batch)
     if share % micro:
-        rule = f"--micro-batch must divide the {share} volumes of a worker, got {micro}"
-        raise InputError(f"{rule}; choose another --micro-batch, or fewer workers")
+        raise InputError(
+            f"--micro-batch must divide the {share} volumes of a worker, got {micro}; choose "
+            "another --micro-batch, or fewer workers"
+        )
     return micro_batch

@@ -50,7 +50,7 @@ from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import find_constants
-from memory_estimator.common.files import read_json
+from memory_estimator.common.files import read_record
 from memory_estimator.common.units import by, format_bytes
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
@@ -251,9 +251,7 @@ def make_plan(
 def read_plan(run_folder: Path) -> Dict[str, Any]:
     """The content of a run's plan.json; {} if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        content = read_json(Path(run_folder) / "plan.json")
-        if isinstance(content, dict) and content.get("schema") == PLAN_SCHEMA:
-            return content
+        return read_record(Path(run_folder) / "plan.json", PLAN_SCHEMA, dict, "")
     return {}
 
 
@@ -390,8 +388,10 @@ def _new(store: Store, host: Host, chosen: Chosen, gpus: Sequence[Gpu], workers:
     plan = Plan(config, split, False, workers, chosen, reasons=reasons, transfer=transfer)
     if not plan.steps_per_epoch:
         kind = "patches of an epoch" if config.is_patch else "training cases"
-        rule = f"--batch must be at most the {plan.samples_per_epoch} {kind}"
-        raise InputError(f"{rule}, got {config.batch}; choose a smaller --batch")
+        raise InputError(
+            f"--batch must be at most the {plan.samples_per_epoch} {kind}, got {config.batch}; "
+            "choose a smaller --batch"
+        )
     config = _with_validations(config.with_coarse_share(plan.steps), plan, chosen)
     return dataclasses.replace(plan, config=config)
 
@@ -423,8 +423,10 @@ def _continued(
     for name, value in (("recipe", "that of its beginning"), ("patch", saved.grid)):
         given = chosen.get(name)
         if kept_plan and given not in (None, before.get(name), value):
-            rule = f"--{name} must stay as the run was begun, {before.get(name, value)}"
-            problems.append(f"{rule}, got {given}; leave it out, or train into another folder")
+            problems.append(
+                f"--{name} must stay as the run was begun, {before.get(name, value)}, got {given}; "
+                "leave it out, or train into another folder"
+            )
     raise_if_any(problems)
     in_all = chosen_again(before, chosen)
     reasons = kept_plan.get("reasons", {})
@@ -433,8 +435,10 @@ def _continued(
     plan = Plan(config, split, True, workers, in_all, done, reasons=reasons)
     steps = plan.steps
     if not config.has_open_length and steps < done:
-        rule = f"steps must be at least {done}, which the run has"
-        raise InputError(f"{rule}, got {steps}; --steps {done} ends it there")
+        raise InputError(
+            f"steps must be at least {done}, which the run has, got {steps}; --steps {done} ends "
+            "it there"
+        )
     old_steps = dataclasses.replace(plan, config=saved).steps
     if steps == old_steps:
         return plan
@@ -442,9 +446,10 @@ def _continued(
     if steps < old_steps:
         config = config.shortened(done, steps)
         if not config.has_open_length and 0 < steps <= config.coarse_steps:
-            rule = f"steps must be above the {done} that the run has done at half resolution"
-            todo = "raise it, so that its last steps are at full resolution"
-            raise InputError(f"{rule}, got {steps}; {todo}")
+            raise InputError(
+                f"steps must be above the {done} that the run has done at half resolution, got "
+                f"{steps}; raise it, so that its last steps are at full resolution"
+            )
     return dataclasses.replace(plan, config=config)
 
 

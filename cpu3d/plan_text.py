@@ -21,7 +21,6 @@ from memory_estimator.common.units import by, counted, format_bytes, format_seco
 from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.host import Host
 from memory_estimator.job import statistics_note
-from memory_estimator.training import Forecast
 from models.config import UNetConfig
 from models.layer_plan import training_flops
 from models.strides import strides_text
@@ -32,7 +31,7 @@ def plan_lines(plan: Plan, host: Host) -> List[str]:
     lines = [*_input_lines(plan), _network_line(plan), _length_line(plan), *_start_lines(plan)]
     lines += [_named("note", note) for note in _notes(plan)]
     if plan.forecast:
-        lines += _forecast_lines(plan, plan.forecast, host)
+        lines += _forecast_lines(plan, host)
     if plan.config.device != "cpu":
         needed = format_bytes(planner.gpu_bytes(plan.job))
         lines.append(_named("memory", f"a step takes about {needed} of the card"))
@@ -43,8 +42,6 @@ def learnable(plan: Plan) -> Tuple[str, bool]:
     """The warning of regions that none of a run's training cases has, "" if they have all; and
     whether they have any."""
     config = plan.config
-    if not config.region_codes:  # of a run without a store
-        return "", True
     regions = config.codes_by_region
     absent = absent_regions(plan.store.cases("train"), regions)
     line = absence_line(absent, regions, f"store {plan.store.folder}")
@@ -128,8 +125,11 @@ def _input_lines(plan: Plan) -> List[str]:
 def _network_line(plan: Plan) -> str:
     config = plan.config
     gigaflops = training_flops(config.unet, config.grid, config.batch) / 1e9
-    words = f"{network_words(config.unet)}, {config.unet.dtype}, policy {config.unet.policy}"
-    return _named("network", f"{words}, {gigaflops:,.0f} GFLOP a full step")
+    return _named(
+        "network",
+        f"{network_words(config.unet)}, {config.unet.dtype}, policy {config.unet.policy}, "
+        f"{gigaflops:,.0f} GFLOP a full step",
+    )
 
 
 def _length_line(plan: Plan) -> str:
@@ -161,8 +161,9 @@ def _start_lines(plan: Plan) -> List[str]:
     return lines
 
 
-def _forecast_lines(plan: Plan, forecast: Forecast, host: Host) -> List[str]:
+def _forecast_lines(plan: Plan, host: Host) -> List[str]:
     """Steps, memory and time."""
+    forecast = plan.forecast
     full = forecast.full
     lines = ["", *steps_table(forecast).lines(), ""]
     fits = verdict(forecast.upper_bound_bytes, host.free_bytes, "free")
@@ -193,6 +194,8 @@ def _notes(plan: Plan) -> List[str]:
         return notes
     left_out = left_out_of_mean(plan.store.cases("val"), config.codes_by_region)
     if left_out and not plan.done:
-        rule = f"no validation case has {listed(left_out)}"
-        notes.append(f"{rule}, so the mean Dice that chooses the best weights is of the others")
+        notes.append(
+            f"no validation case has {listed(left_out)}, so the mean Dice that chooses the best "
+            "weights is of the others"
+        )
     return notes

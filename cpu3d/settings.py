@@ -163,8 +163,10 @@ class Settings:
         except ValueError as error:
             raise InputError(str(error)) from None
         if self.freeze != "none" and not self.init:
-            rule = f"--freeze {self.freeze} must come with --init"
-            raise InputError(f"{rule}, got none: its weights would stay random; add --init")
+            raise InputError(
+                f"--freeze {self.freeze} must come with --init, got none: its weights would stay "
+                "random; add --init"
+            )
 
     @property
     def micro(self) -> int:
@@ -461,8 +463,10 @@ def with_settings(settings: S, chosen: Chosen) -> S:
     patch, which the plan decides. A chosen length replaces the one that `settings` have. Raises
     ValueError or InputError for values out of range."""
     if chosen.get("steps") and chosen.get("budget_minutes"):
-        rule = "--budget-minutes must come without --steps"
-        raise InputError(f"{rule}, got --steps {chosen['steps']}; leave one out")
+        raise InputError(
+            f"--budget-minutes must come without --steps, got --steps {chosen['steps']}; leave one "
+            "out"
+        )
     chosen = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in chosen.items()

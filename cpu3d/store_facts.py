@@ -45,8 +45,9 @@ def store_facts(store: Store) -> StoreFacts:
     trained on."""
     manifest = store.manifest
     if not manifest.split["train"]:
-        rule = f"split train of {store.folder} must hold cases"
-        raise InputError(f"{rule}, got none; prepare with another --split")
+        raise InputError(
+            f"split train of {store.folder} must hold cases, got none; prepare with another --split"
+        )
     records = store.cases("train")
     placed = {is_placed(record.geometry) for record in records}
     return StoreFacts(

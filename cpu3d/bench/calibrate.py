@@ -60,10 +60,11 @@ def run(options: Options) -> int:
     measured = []
     path = options.out if options.out else valid(host_file, host)
     if not computes_as_predicted():
-        rule = f"native operations must be built and {VARIABLE} unset, as only these are predicted"
         got = host.native.why or os.environ.get(VARIABLE)
-        todo = "run python -m models.native.build, or unset the variable"
-        raise InputError(f"{rule}, got {got}; {todo}")
+        raise InputError(
+            f"native operations must be built and {VARIABLE} unset, as only these are predicted, "
+            f"got {got}; run python -m models.native.build, or unset the variable"
+        )
     writable_folder(path.parent, "folder")
     if options.all:
         engines = [engine for engine in ENGINES if installed(engine)]
@@ -81,7 +82,9 @@ def run(options: Options) -> int:
     for dtype, scale in load_constants(path).scales.items():
         say(f"{dtype}: {scale.scale:.2f} of the predicted seconds", stderr=False)
     if busy > QUIET_SHARE:
-        got = f"other programs took {busy:.0%} of the CPUs"
-        say(f"warning: {got}, so times are too long; calibrate again later")
+        say(
+            f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; "
+            "calibrate again later"
+        )
     say(f"written after {time.perf_counter() - begin:.0f} s: {path}", stderr=False)
     return 0

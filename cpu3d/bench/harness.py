@@ -46,16 +46,12 @@ class Output:
 
     def publish(self, kind: str, result: Result, *tables: Table) -> None:
         """Print the result, as tables or JSON, and append it to the record."""
-        self.show(result, *tables)
-        if self.record:
-            append_record(self.record, kind, result)
-
-    def show(self, result: Result, *tables: Table) -> None:
-        """Print the result, as tables or JSON."""
         if self.json:
             print(json.dumps(result))
         else:
             new_console().print(*tables)
+        if self.record:
+            append_record(self.record, kind, result)
 
 
 def valid(read: Callable[..., Any], *arguments: Any) -> Any:

@@ -30,6 +30,7 @@ from cpu3d.decisions import job_of
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig
+from cpu3d.util.progress import say
 from memory_estimator.calibration import HostConstants, find_constants
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
@@ -41,7 +42,6 @@ from memory_estimator.sources import source_job
 from models.config import DTYPES, POLICIES, UNetConfig
 
 WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches
-STEP_SETTINGS = ("optimizer", "freeze")  # of a request, as of `train`
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
@@ -91,16 +91,8 @@ def requested(chosen: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
             engine = None
     note = padding_note(arguments, job, source)
     if note:
-        from cpu3d.util.progress import say  # not into the memory of a measuring process
-
         say(f"note: {note}")
-    return request_for(
-        job,
-        engine=engine,
-        threads=chosen.get("threads"),
-        steps=options.steps,
-        warm_up=options.warm_up,
-    )
+    return request_for(job, engine=engine, threads=chosen.get("threads"), **vars(options))
 
 
 def request_for(job: Job, **more: Any) -> Dict[str, Any]:
@@ -159,13 +151,13 @@ def record_of(request: Dict[str, Any], rows: Sequence[Result], measured: Result)
 def with_predictions(record: Result, constants: HostConstants) -> Result:
     """The record with the estimator's figures as "predicted" in each row; None for a peer, and for
     an engine that the estimator does not know, with a warning."""
-    from cpu3d.util.progress import say  # not into the memory of a measuring process
-
     job = job_of_record(record)
     rows = []
     if not job:
-        rule = "engine must be itex or stock to be predicted"
-        say(f"warning: {rule}, got {record['engine_name']}; no prediction")
+        say(
+            f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; "
+            "no prediction"
+        )
     for row in record["rows"]:
         predicted = None
         if job and row["kind"] == "policy":
@@ -227,7 +219,8 @@ def measured_step(request: Dict[str, Any]) -> Tuple[Result, Callable[[], Any]]:
         unet=UNetConfig(**request["unet"]),
         batch=request["batch"],
         micro_batch=request["micro_batch"],
-        **{name: request[name] for name in STEP_SETTINGS if name in request},
+        optimizer=request["optimizer"],
+        freeze=request["freeze"],
         init="weights",  # that frozen layers would have; none are read
     )
     reserve(job_of(config, config.grid, threads=1, cases=0))  # as `train` does

@@ -108,8 +108,9 @@ def run(options: Options, settings: Json) -> int:
     raise_if_any(_problems(options, settings))
     store = open_store(options.store)
     if not (options.folds or store.manifest.split[UNTOUCHED]):
-        todo = "give --folds, or prepare with another --split"
-        raise InputError(f"--store must hold test cases, got none; {todo}")
+        raise InputError(
+            "--store must hold test cases, got none; give --folds, or prepare with another --split"
+        )
     store.check(record for split in store.manifest.split for record in store.cases(split))
     saved = _saved_comparison(options, settings, store)
     new_console().print(_plan_table(saved, options))
@@ -195,13 +196,16 @@ def _saved_comparison(options: Options, settings: Json, store: Store) -> SavedCo
         if [variant.name for variant in saved.plan] != list(variants):
             differing.append("plan")
         if differing:
-            rule = f"--out {options.out} must be a comparison that was begun with these options"
-            raise InputError(f"{rule}, got another {listed(differing)}; choose another --out")
+            raise InputError(
+                f"--out {options.out} must be a comparison that was begun with these options, got "
+                f"another {listed(differing)}; choose another --out"
+            )
         return saved
     if options.out.is_dir() and not is_untouched(options.out, COMPARISON):
-        got = f"{min(path.name for path in options.out.iterdir())} in it"
-        rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
-        raise InputError(f"{rule}, got {got}; choose another")
+        raise InputError(
+            f"--out {options.out} must be empty or hold a {COMPARISON}, got "
+            f"{min(path.name for path in options.out.iterdir())} in it; choose another"
+        )
     length = {"epochs": epochs, "minutes": options.minutes}
     plan = planned_variants(
         variants, store, options.names_of_folds, validations, **length, force=options.force

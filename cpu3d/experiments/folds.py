@@ -7,7 +7,6 @@ The same call continues after one that was cut off. A fold that fails is named a
 others go on.
 """
 
-import contextlib
 import json
 import os
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.experiments.runner import PlannedRun, RunFailedError, carry_out
 from cpu3d.host.gpu import HostGpus
-from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import read_out_of_fold, write_out_of_fold
 from cpu3d.inference.postprocessing.run_rules import choose_rules_of_folds
 from cpu3d.plan import Plan, make_plan
@@ -54,7 +52,7 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import check_given
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_seconds
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import read_host
 
 
 def train_folds(
@@ -79,20 +77,16 @@ def train_folds(
     if mlflow:
         require_mlflow()
     check_folder(folder, "folder of --run")
-    with contextlib.ExitStack() as stack:
-        if folder.is_dir():  # else nothing may be written yet
-            stack.enter_context(locked(folder, "folder of folds"))
-        chosen = _chosen_in_all(folder, parts, settings or {})
-        words = as_options(chosen)
-        if force:
-            words.append("--force")
-        if mlflow:
-            words += ["--mlflow", mlflow]
-        planned = _plan(store_folder, folder, parts, chosen, words, force=force)
-        _show(planned)
-        if not folder.is_dir():
-            writable_folder(folder, "folder of --run")
-            stack.enter_context(locked(folder, "folder of folds"))
+    chosen = _chosen_in_all(folder, parts, settings or {})
+    words = as_options(chosen)
+    if force:
+        words.append("--force")
+    if mlflow:
+        words += ["--mlflow", mlflow]
+    planned = _plan(store_folder, folder, parts, chosen, words, force=force)
+    _show(planned)
+    writable_folder(folder, "folder of --run")
+    with locked(folder, "folder of folds"):
         store = planned[0].plan.store.folder.resolve()
         # the last one waits longest: `status` shows this until it has a pace of its own
         save_folds(folder, Folds(parts, str(store), chosen, planned[-1].left_s))
@@ -104,10 +98,12 @@ def train_folds(
     say(f"written: {folder / 'report.html'}")
     if failed:
         lines = [f"{fold} without: {error.why}" for fold, error in failed.items()]
-        rule = f"all {parts} folds must be trained and scored, got {listed(lines)}"
         worst = list(failed.values())[-1]
         raise RunFailedError(
-            f"{rule}; the same command tries them again", worst.exit_code, worst.why
+            f"all {parts} folds must be trained and scored, got {listed(lines)}; the same command "
+            "tries them again",
+            worst.exit_code,
+            worst.why,
         )
 
 
@@ -190,13 +186,11 @@ def _problems(folder: Path, parts: int, settings: Chosen, kept: Optional[Folds])
         yield f"--folds must come without --fold, got {settings['fold']}; leave one out"
     workers = read_cluster(os.environ).workers
     if workers > 1:
-        rule = f"train --folds must be one process, got one of {workers} workers"
         todo = "train each fold by all workers with --fold I/K, then repeat --folds alone"
-        yield f"{rule}; {todo}"
+        yield f"train --folds must be one process, got one of {workers} workers; {todo}"
     for name, kind in ((CONFIG, "one run"), (COMPARISON, "the folder of a comparison")):
         if (folder / name).is_file():
-            rule = f"--run {folder} must be a folder of folds"
-            yield f"{rule}, got {kind}; choose another folder"
+            yield f"--run {folder} must be a folder of folds, got {kind}; choose another folder"
     if kept and kept.count != parts:
         rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
         yield f"{rule}; leave it so, or choose another folder"
@@ -215,7 +209,7 @@ def _plan(
     settings do not suit the store, or a fold that has begun, and DoesNotFitError, unless `force`,
     if one is to be trained that may not fit."""
     store = open_store(store_folder)
-    host = _host()
+    host = read_host()
     gpus = HostGpus()
     planned = []
     for fold in fold_names(parts):
@@ -243,17 +237,15 @@ def _plan(
         start = first.init_record
         record = other.plan.config.init_record
         if start and record and start.sha256 != record.sha256:  # the file has changed since
-            rule = f"init must hold weights of SHA-256 {start.sha256}, got {record.sha256}"
-            problems.append(f"{rule}; restore them, or choose another folder")
+            problems.append(
+                f"init must hold weights of SHA-256 {start.sha256}, got {record.sha256}; restore "
+                "them, or choose another folder"
+            )
         raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.run.is_trained):
             check_run(fold.plan, host, gpus)
     return planned
-
-
-def _host() -> Host:
-    return host_share(read_host(), 1)
 
 
 def _problems_of_fold(fold: PlannedFold) -> Iterator[str]:
@@ -270,15 +262,14 @@ def _problems_of_fold(fold: PlannedFold) -> Iterator[str]:
     # Steps cannot be taken back, so folds that have not begun would be shorter than the others.
     if not begun.has_open_length and fold.plan.steps < least:
         rule = f"steps must be at least {least}, as {folder} was begun"
-        todo = "leave them so or make them more, or choose another folder"
-        yield f"{rule}, got {fold.plan.steps}; {todo}"
+        yield f"{rule}, got {fold.plan.steps}; make them more, or choose another folder"
 
 
 def _show(planned: Sequence[PlannedFold], *, stderr: bool = True) -> None:
     """Print the plan of the first fold that is to be trained, and the time of all of them."""
     waiting = [fold for fold in planned if not fold.run.is_trained]
     for fold in waiting[:1]:
-        say(f"the plan of fold {fold.fold}:", *plan_lines(fold.plan, _host()), stderr=stderr)
+        say(f"the plan of fold {fold.fold}:", *plan_lines(fold.plan, read_host()), stderr=stderr)
     rows = []
     for fold in planned:
         split = fold.plan.store.manifest.split
@@ -295,6 +286,8 @@ def _show(planned: Sequence[PlannedFold], *, stderr: bool = True) -> None:
     say(*filter(None, warnings), stderr=stderr)
     untouched = len(planned[0].plan.store.manifest.split["test"])
     if untouched:
-        todo = "`prepare --split 1 0 0` puts all patients into the folds"
-        outside = f"{count(untouched, 'test case')} outside the folds, untouched by them"
-        say(f"{outside}; {todo}", stderr=stderr)
+        say(
+            f"{count(untouched, 'test case')} outside the folds, untouched by them; `prepare "
+            "--split 1 0 0` puts all patients into the folds",
+            stderr=stderr,
+        )

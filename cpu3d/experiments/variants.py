@@ -56,15 +56,19 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     64", in their place. Raises InputError, with the variant's name, for an invalid name and for
     options that train would refuse."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        rule = "--variant must have a name of letters, digits, '-', '_' and '.', at most 64"
-        raise InputError(f"{rule}, got {name!r}; choose another, as it names folders")
+        raise InputError(
+            "--variant must have a name of letters, digits, '-', '_' and '.', at most 64, got "
+            f"{name!r}; choose another, as it names folders"
+        )
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_options(parser, SETTINGS)
     try:
         (settings,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)))
     except ValueError as error:
-        rule = f"variant {name} must have options of train"
-        raise InputError(f"{rule}, got {options!r}: {error}; see `train --help`") from None
+        raise InputError(
+            f"variant {name} must have options of train, got {options!r}: {error}; see `train "
+            "--help`"
+        ) from None
     own = located(settings)
     refuse_settings(f"variant {name}", own, FOR_ALL)
     together = {**common, **own}

@@ -15,8 +15,9 @@ def page_file(out: Path) -> Path:
     """`out`, in a folder that is made if it is missing. Raises InputError unless a page can be
     written there."""
     if out.is_dir():
-        todo = "add a name such as page.html"
-        raise InputError(f"--out {out} must be a file, found a folder; {todo}")
+        raise InputError(
+            f"--out {out} must be a file, found a folder; add a name such as page.html"
+        )
     if out.suffix.lower() not in (".html", ".htm"):  # an image named by mistake would be lost
         raise InputError(f"--out must end in .html, got {out.name}; give a name such as page.html")
     writable_folder(out.parent, "folder of --out")

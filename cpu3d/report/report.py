@@ -72,8 +72,9 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     if not run.history.last_step:
         notes.append("No training step is in log.jsonl yet, so there are no curves.")
     if scores and scores["split_hash"] != run.config.split_hash:
-        other = f"The scores are of another split, {scores['split_hash']}"
-        notes.append(f"{other}: run `evaluate` again.")
+        notes.append(
+            f"The scores are of another split, {scores['split_hash']}: run `evaluate` again."
+        )
     places = [run.config.store]
     if scores:
         places.insert(0, scores["store"])
@@ -136,13 +137,12 @@ def _inference(scores: Mapping[str, Any]) -> str:
 
 
 def _scores_section(scores: Mapping[str, Any]) -> List[Element]:
-    words = f"Weights \u201c{scores['weights']}\u201d, on the full original grid"
-    every_case = Folded("Every case", cases_table(scores))
     return [
         scores_table(scores),
-        f"{words}; empty masks score as in BraTS.",
+        f"Weights \u201c{scores['weights']}\u201d, on the full original grid; empty masks score as "
+        "in BraTS.",
         score_pictures(scores),
-        every_case,
+        Folded("Every case", cases_table(scores)),
     ]
 
 

@@ -81,7 +81,11 @@ def write_page(
 
     Raises InputError where no page can be written."""
     page_file(out)
-    rows = [*_data(store), *about, *facts(runs)]
+    rows = [*about, *facts(runs)]
+    if store is None:
+        notes = [*notes, "The store cannot be read, so no cases are shown."]
+    else:
+        rows.insert(0, ("data", _data(store)))
     differing, every = settings(runs)
     common: List[Tuple[str, List[Element]]] = [
         ("What was trained", [Table(("", ""), rows, names=2), differing]),
@@ -101,8 +105,6 @@ def write_page(
         shown = [element for element in elements if is_filled(element)]
         if shown:
             filled.append((heading, shown))
-    if store is None:
-        notes = [*notes, "The store cannot be read, so no cases are shown."]
     page = render_page(
         Path(__file__).with_name("report.html.j2"),
         title=title,
@@ -273,15 +275,13 @@ def curves(runs: Mapping[str, RunFiles]) -> Figures:
 # --- Private helpers ---
 
 
-def _data(store: Optional[Store]) -> Iterator[Tuple[str, str]]:
-    if store is None:
-        return
+def _data(store: Store) -> str:
     manifest = store.manifest
     words = f"{manifest.name} ({manifest.layout}), {count(manifest.cases, 'case')}"
     if manifest.ignore is not None:
         name = manifest.labels[manifest.ignore]
         words += f"; voxels of label {manifest.ignore} {name} count nowhere"
-    yield "data", words
+    return words
 
 
 def _first_weights(runs: Mapping[str, RunFiles]) -> List[Element]:

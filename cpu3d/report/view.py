@@ -170,13 +170,16 @@ def viewed_files(paths: Sequence[Path]) -> CaseFiles:
         found = find_cases(files, ())
         raise_if_any(found.problems)
         if len(found.cases) != 1:
-            rule = f"--image {listed(paths)} must be one case, the folder or the files"
-            raise InputError(f"{rule}, found {len(found.cases) or 'none'}; correct the path")
+            raise InputError(
+                f"--image {listed(paths)} must be one case, the folder or the files, found "
+                f"{len(found.cases) or 'none'}; correct the path"
+            )
         case = found.cases[0]
         unread = found.unread
     if len(unread) > 1:
-        todo = "give the files of one case"
-        raise InputError(f"--image must have one segmentation, got {listed(unread)}; {todo}")
+        raise InputError(
+            f"--image must have one segmentation, got {listed(unread)}; give the files of one case"
+        )
     names = case.names
     if len(names) != len(case.images):
         names = tuple(read_name(path).channel or stem_of(path) for path in case.images)
@@ -221,8 +224,10 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     most = MOST_CHANNELS if alone else 1
     rule = f"have at most {most} channels" if alone else "be 3D beside other images"
     if array.shape[3] > most:
-        got = f"{array.shape[3]} channels"
-        raise InputError(f"--image {path} must {rule}, got {got}; give other images or one alone")
+        raise InputError(
+            f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one "
+            "alone"
+        )
     array = np.nan_to_num(array, posinf=0, neginf=0)
     for number in range(array.shape[3]):
         if not looks_like_ct(array[..., number]):
@@ -241,17 +246,13 @@ def _meanings(
     if known:
         labels = labels_in_use(known.of, known.labels, codes)
         for region, own in known.regions.items():
-            if set(own) & set(labels):
-                regions[region] = own
+            learnt = tuple(code for code in own if code in labels and code != ignore)
+            if learnt:
+                regions[region] = learnt
     for code in codes:
-        if code not in labels:
+        if code not in labels and code != ignore:
             regions[f"label {code}"] = (code,)
-    learnt = {}
-    for region, own in regions.items():
-        others = tuple(code for code in own if code != ignore)
-        if others:
-            learnt[region] = others
-    return labels, learnt
+    return labels, regions
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
@@ -263,5 +264,7 @@ def _distinct(paths: Sequence[Path]) -> List[str]:
     ):
         if len(set(names)) == len(paths):
             return names
-    rule = "--prediction must name files of other names or in folders of other names"
-    raise InputError(f"{rule}, got {listed(paths)}; rename one")
+    raise InputError(
+        "--prediction must name files of other names or in folders of other names, got "
+        f"{listed(paths)}; rename one"
+    )

@@ -79,11 +79,14 @@ class SavedArrays(Mapping[str, Array]):
             names = self.state.pop("names")
             del self.shapes[_STATE]
             if sorted(self) != names:
-                got = f"{len(self)} arrays"
-                raise ValueError(f"{got} instead of the {len(names)} that were written")
+                raise ValueError(
+                    f"{len(self)} arrays instead of the {len(names)} that were written"
+                )
         if schema != SCHEMA:
-            rule = f"checkpoint {path} must have schema {SCHEMA}"
-            raise InputError(f"{rule}, got {schema}; use the version that made it")
+            raise InputError(
+                f"checkpoint {path} must have schema {SCHEMA}, got {schema}; use the version that "
+                "made it"
+            )
 
     def __getitem__(self, name: str) -> Array:
         if name not in self.shapes:
@@ -118,8 +121,9 @@ class SavedArrays(Mapping[str, Array]):
             is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
             if is_of_disk or isinstance(error, MemoryError):
                 raise
-            problem = f"checkpoint {self._path} must be whole, got {error!r}"
-            raise DamagedCheckpointError(f"{problem}; {how_to_go_on(self._path)}") from None
+            raise DamagedCheckpointError(
+                f"checkpoint {self._path} must be whole, got {error!r}; {how_to_go_on(self._path)}"
+            ) from None
 
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
@@ -260,8 +264,10 @@ def writing(run: Path, problem: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        todo = "free disk space, then repeat the command"
-        raise OSError(f"{problem}: {fault_of(error)}; {last_saved(run)}; {todo}") from error
+        raise OSError(
+            f"{problem}: {fault_of(error)}; {last_saved(run)}; free disk space, then repeat the "
+            "command"
+        ) from error
 
 
 def last_saved(run: Path) -> str:
@@ -280,9 +286,8 @@ def newest(run: Path) -> Optional[Checkpoint]:
 
     Raises InputError if there are some and none is whole, or one is of another version, and as
     `load_checkpoint` if one could not be read: an older one is not taken for that."""
-    paths = checkpoints(run)
     damaged: Dict[Path, str] = {}
-    for path in paths:
+    for path in checkpoints(run):
         try:
             arrays, state = load_checkpoint(path)
             return Checkpoint(path, arrays, state, damaged)
@@ -291,8 +296,6 @@ def newest(run: Path) -> Optional[Checkpoint]:
         except (InputError, FileNotFoundError):
             if path.is_file():
                 raise
-    if paths and not set(paths) & set(checkpoints(run)):
-        return newest(run)  # a running training has replaced all of them meanwhile
     if damaged:
         raise InputError(*damaged.values())
     return None
@@ -325,8 +328,9 @@ def set_aside(checkpoint: Checkpoint) -> List[str]:
     lines = []
     for path, problem in checkpoint.damaged.items():
         path.replace(path.with_suffix(".damaged"))
-        done = f"renamed to .damaged, continuing from {checkpoint.path.name}"
-        lines.append(f"warning: {problem}; {done}")
+        lines.append(
+            f"warning: {problem}; renamed to .damaged, continuing from {checkpoint.path.name}"
+        )
     return lines
 
 
@@ -340,8 +344,10 @@ def weights_file(run: Path, weights: str) -> Path:
             return last.path
     elif path.is_file():
         return path
-    todo = "repeat its `train`, or take others with --weights"
-    raise InputError(f"run {run} must hold its {weights} weights, found none; {todo}")
+    raise InputError(
+        f"run {run} must hold its {weights} weights, found none; repeat its `train`, or take "
+        "others with --weights"
+    )
 
 
 # --- Private helpers ---

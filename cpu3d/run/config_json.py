@@ -44,19 +44,24 @@ def load_config(run: Path) -> RunConfig:
     path = Path(run) / CONFIG
     if not path.is_file():
         refuse_folds(run)
-        rule = f"run {run} must hold a config.json"
-        todo = "name a folder that `train` has written, such as one in it"
-        raise InputError(f"{rule}, found none; {todo}")
+        raise InputError(
+            f"run {run} must hold a config.json, found none; name a folder that `train` has "
+            "written, such as one in it"
+        )
     try:
         content = typed(read_json(path), Dict[str, Any], "config")
         schema = content.pop("schema", None)
         if schema == SCHEMA:
             return config_from_json(content)
     except (InputError, ValueError) as error:
-        rule = f"run config {path} must be JSON with a schema and all settings"
-        raise InputError(f"{rule}, got {'; '.join(str(error).splitlines())}; {RESTORE}") from None
-    todo = "use the version that made it, or retrain"
-    raise InputError(f"run {run} must have schema {SCHEMA}, got {schema}; {todo}")
+        raise InputError(
+            f"run config {path} must be JSON with a schema and all settings, got "
+            f"{'; '.join(str(error).splitlines())}; {RESTORE}"
+        ) from None
+    raise InputError(
+        f"run {run} must have schema {SCHEMA}, got {schema}; use the version that made it, or "
+        "retrain"
+    )
 
 
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
@@ -100,8 +105,10 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
             values.append(f"{option} {got} for {before[name]}")
     if not values:
         return []
-    rule = "a run that continues must keep its settings"
-    return [f"{rule}, got {listed(list(dict.fromkeys(values)))}; {todo}"]
+    return [
+        f"a run that continues must keep its settings, got {listed(list(dict.fromkeys(values)))}; "
+        f"{todo}"
+    ]
 
 
 def settings_by_name(config: RunConfig) -> Dict[str, Any]:

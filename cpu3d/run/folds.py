@@ -123,6 +123,8 @@ def refuse_folds(folder: Path) -> None:
         several = read_run_set(folder)
     if several:
         first, *_ = several.runs.values()
-        got = f"a folder of {several.kind} with {len(several.runs)} runs"
-        todo = f"name one of them, such as {first}, or give a command that takes them together"
-        raise InputError(f"run {folder} must be one run, got {got}; {todo}")
+        raise InputError(
+            f"run {folder} must be one run, got a folder of {several.kind} with "
+            f"{len(several.runs)} runs; name one of them, such as {first}, or give a command that "
+            "takes them together"
+        )

@@ -110,8 +110,10 @@ def read_events(run: Path) -> List[Event]:
             if line.endswith(b"\n"):
                 wrong.append(f"line {number}: {error}")
     if wrong:
-        got = f"{count(wrong, 'line')} with none, such as {wrong[0]}"
-        say(f"warning: log {_path(run)} must hold events alone, got {got}; left out")
+        say(
+            f"warning: log {_path(run)} must hold events alone, got {count(wrong, 'line')} with "
+            f"none, such as {wrong[0]}; left out"
+        )
     return events
 
 

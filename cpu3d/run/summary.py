@@ -11,7 +11,7 @@ import collections
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Any, Collection, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import numpy as np
 
@@ -32,11 +32,9 @@ def numbers(events: Events, key: str) -> List[float]:
     return [event[key] for event in events if event.get(key) is not None]
 
 
-def median(values: Collection[Any]) -> Optional[float]:
+def median(values: Sequence[Any]) -> Optional[float]:
     """The median; None for no values."""
-    if not len(values):
-        return None
-    return float(np.median(list(values)))
+    return float(np.median(values)) if values else None
 
 
 class Columns:
@@ -97,9 +95,10 @@ class Pace:
         self._step = self._begin
         self._coarse_steps: int = start.get("coarse_steps", 0)
         self._other_s = 0.0  # of validations and saves
-        self._recent_s: Dict[bool, Deque[float]] = {}  # whether coarse -> seconds of steps
-        for coarse in (True, False):
-            self._recent_s[coarse] = collections.deque(maxlen=RECENT)
+        # Whether coarse -> seconds of steps.
+        self._recent_s: Dict[bool, Deque[float]] = {
+            coarse: collections.deque(maxlen=RECENT) for coarse in (True, False)
+        }
 
     def note(self, event: Event) -> None:
         """Count an event."""

@@ -88,9 +88,11 @@ def open_transfer(config: RunConfig) -> Transfer:
     new_channels = _others(config.channels, channels)
     new_regions = _others(config.regions, regions)
     if new_channels and config.freeze != "none":
-        rule = f"--freeze {config.freeze} must come with channels that the weights were trained on"
-        todo = "leave it out, so that the first layers learn to use them"
-        raise InputError(f"{rule}, got new {listed(new_channels)}; {todo}")
+        raise InputError(
+            f"--freeze {config.freeze} must come with channels that the weights were trained on, "
+            f"got new {listed(new_channels)}; leave it out, so that the first layers learn to use "
+            "them"
+        )
     saved = {
         (weight.layer, weight.name): array
         for weight, array in zip(network_weights(old.unet), weights.names)
@@ -183,8 +185,10 @@ def _found(path: Path) -> Tuple[Path, RunConfig]:
     for run in (path.parent, path.parent.parent):
         if path.is_file() and (run / "config.json").is_file():
             return path, load_config(run)
-    rule = f"init {path} must be a run, or a file of weights with its run's config.json"
-    raise InputError(f"{rule}, found none; name a run that `train` has written")
+    raise InputError(
+        f"init {path} must be a run, or a file of weights with its run's config.json, found none; "
+        "name a run that `train` has written"
+    )
 
 
 def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
@@ -203,8 +207,10 @@ def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
         differing.append(f"{name} {value} for {before}")
     if not differing:
         return []
-    rule = f"the network must be that of --init {init}"
-    return [f"{rule}, got {listed(differing)}; give the same settings, or leave --init out"]
+    return [
+        f"the network must be that of --init {init}, got {listed(differing)}; give the same "
+        "settings, or leave --init out"
+    ]
 
 
 def _has_seen(new: RunConfig, old: RunConfig, split_hash: str) -> Optional[bool]:
@@ -236,12 +242,16 @@ def _other_inputs(new: RunConfig, old: RunConfig, channels: Pairs) -> Tuple[str,
     old_kinds = of_all(old.normalisation_of(old.channels), len(old.channels))
     for here, there in channels:
         if kinds[here] != old_kinds[there]:
-            words = f"{kinds[here].words}, the weights were trained on {old_kinds[there].words}"
-            lines.append(f"channel {new.channels[here]} is normalised by {words}")
+            lines.append(
+                f"channel {new.channels[here]} is normalised by {kinds[here].words}, the weights "
+                f"were trained on {old_kinds[there].words}"
+            )
     if new.target_spacing_mm != old.target_spacing_mm:
         trained = in_mm(old.target_spacing_mm)
-        words = f"{in_mm(new.target_spacing_mm)}, the weights were trained on {trained}"
-        lines.append(f"the store's spacing is {words}")
+        lines.append(
+            f"the store's spacing is {in_mm(new.target_spacing_mm)}, the weights were trained on "
+            f"{trained}"
+        )
     return tuple(lines)
 
 
