@@ -11,12 +11,14 @@ from cpu3d.data.normalise import Kind, Normalisation, Statistics, levels_of
 ALL = AUGMENTS["nnunet"]
 
 
-def drawn(config, position, *, channels=2, names=(), own=(0, 1, 0, 1), kind=Kind.FOREGROUND):
+def drawn(
+    config, position, *, channels=2, names=(), own=(0, 1, 0, 1), kind=Kind.FOREGROUND, seed=1
+):
     """With a normalisation that changes nothing, unless by a channel's `own` statistics: "scale" is
     the gain, "shift" the offset."""
     levels = levels_of([Statistics(*own)] * channels, [Normalisation(kind)] * channels)
     mirrored = config.mirrored_axes(names)
-    return draw(config, levels, (1, 1, 1), seed=1, position=position, mirrored=mirrored)
+    return draw(config, levels, (1, 1, 1), seed=seed, position=position, mirrored=mirrored)
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
@@ -24,8 +26,9 @@ def test_what_is_drawn_depends_on_seed_and_position_alone():
     for position, sample in enumerate(samples):
         np.testing.assert_equal(vars(sample), vars(drawn(ALL, position)))
         assert np.all(np.abs([sample.scale - 1, sample.shift]) <= 0.1)
+    samples.append(drawn(ALL, 0, seed=2))
     for name in ("matrix", "noise_keys"):
-        assert len({getattr(sample, name).tobytes() for sample in samples}) == 50
+        assert len({getattr(sample, name).tobytes() for sample in samples}) == 51
     # The drawn intensity is applied to normalised values: here to x / 2 - 2.
     halved = drawn(ALL, 3, own=(4, 2, 0, 9))
     np.testing.assert_allclose(halved.scale, 0.5 * samples[3].scale, rtol=1e-6)
@@ -84,20 +87,22 @@ def test_noise_alone_needs_no_volume_at_a_time():
     assert needs == ["blur", "contrast", "gamma", "low_resolution"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("noise", -1), ("blur", np.nan), ("gain", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("noise", -1), ("blur", np.nan), ("gain", 1), ("contrast", 1)]
+)
 def test_an_augmentation_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=f"augment {name} must be in .*, got {value}"):
         AugmentConfig(**{name: value})
 
 
-@pytest.mark.parametrize(("blur", "low_resolution"), [(0.7, 1), (0, 0.5), (0, 0.01), (1.2, 0.6)])
+@pytest.mark.parametrize(("blur", "low_resolution"), [(0.7, 1), (0, 0.32), (0, 0.01), (1.2, 0.6)])
 def test_smoothing_keeps_what_is_constant_and_leaves_a_ramp_where_it_is(blur, low_resolution):
     weights = smoothing(30, blur, low_resolution)
     np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
     assert weights.min() >= 0
     if low_resolution > 0.1:
         ramp = np.arange(30)
-        np.testing.assert_allclose((weights @ ramp)[8:22], ramp[8:22], atol=0.51)
+        np.testing.assert_allclose((weights @ ramp)[8:22], ramp[8:22], atol=0.4)
 
 
 @pytest.mark.parametrize(

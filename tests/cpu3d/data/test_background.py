@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 from scipy.ndimage import affine_transform
 
-from cpu3d.data.background import border_value, without_far_values, without_residue
+from cpu3d.data.background import (
+    border_value,
+    surroundings,
+    without_far_values,
+    without_residue,
+)
 
 SHAPE = (24, 20, 16)
 
@@ -85,17 +90,20 @@ def test_residue_in_a_crop_whose_border_is_mostly_head_becomes_0_too():
 
 
 def test_a_value_far_from_all_others_becomes_the_median_of_its_neighbours():
-    volume = np.random.default_rng(0).integers(10_000, 10_100, (12, 12, 12))
+    volume = np.random.default_rng(0).integers(10_000, 10_100, (12, 12, 16))
     volume[6:] = 0  # which are no values
-    volume[0, 0, 0] = 10**5
+    volume[5, 0, 0] = 10_900
+    assert without_far_values(volume, has_background=True)[1] == 0
+    volume[5, 0, 0] = 11_200  # more than 10 times the range of the others
     made, changed = without_far_values(volume, has_background=True)
-    assert (made[0, 0, 0], changed) == (np.sort(volume[:2, :2, :2], axis=None)[3], 1)
+    assert (made[5, 0, 0], changed) == (np.sort(volume[4:7, :2, :2], axis=None)[5], 1)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(-1024, np.int16), (-0.73, np.float32)])
 def test_another_constant_background_is_named(value, dtype):
     volume = np.where(head() == 0, value, 200 + noise(9)).astype(dtype)
     assert border_value(volume) == pytest.approx(value)
+    assert border_value(volume[5:19, 4:16]) == pytest.approx(value)  # 55 % of whose border it is
     assert without_residue(volume) is volume
 
 
@@ -107,8 +115,13 @@ def test_a_border_that_is_almost_0_but_no_residue_is_named_in_scans_of_no_whole_
     assert border_value(np.rint(volume).astype(np.int16)) == 0
 
 
+def test_what_surrounds_a_volume_is_the_lower_median_of_its_faces():
+    assert surroundings(np.arange(27).reshape(3, 3, 3), is_ct=False) == 12
+
+
 def test_no_other_background_is_named_for_0_nor_for_noise():
     assert border_value(head()) == 0
+    assert border_value(np.resize([1, 2, 3], SHAPE)) == 0
     assert border_value(STAY["a crop inside the body"]) == 0
     assert border_value(np.where(head() == 0, noise(1e-5), head()).astype(np.float32)) == 0
     assert border_value(np.where(head() == 0, np.abs(noise(20)), 500).astype(np.int16)) == 0

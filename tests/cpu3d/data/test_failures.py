@@ -36,7 +36,6 @@ THIRD = np.arange(4) == 2
     ("spoil", "rule"),
     [
         (lambda file: flip(file, len(file) - 6), GZIP),
-        (lambda file: file[: len(file) // 2], GZIP),
         # Without gzip's frame, whatever the name says.
         (
             lambda file: gzip.decompress(file)[:-1],
@@ -83,8 +82,7 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(tm
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
 
 
-WIDER = np.diag([1.1, 1.0, 1.0, 1.0])
-WIDER[0, 3] = 0.1
+WIDER = np.diag([1.05, 1.0, 1.0, 1.0])
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
@@ -93,7 +91,7 @@ LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
     [
         ("seg", tiny_label(1)[..., :3], np.eye(4), r"shape \(6, 5, 3\), not \(6, 5, 4\)"),
         ("seg", tiny_label(1), LPS, r"a corner 6\.4 voxels from its place"),
-        ("t1c", tiny_image(), WIDER, r"a corner 0\.65 voxels from its place"),
+        ("t1c", tiny_image(), WIDER, r"a corner 0\.275 voxels from its place"),
     ],
 )
 def test_a_modality_or_label_on_another_grid_is_refused(tmp_path, suffix, volume, affine, rule):

@@ -45,6 +45,11 @@ def test_the_code_that_is_painted_for_one_voxel(regions, answers, code):
     assert label_from_regions(answers, regions)[0, 0, 0] == code
 
 
+def test_a_volume_that_is_painted_in_several_slabs_has_each_of_its_voxels():
+    answers = np.ones((3, 2048, 2048, 1), bool)
+    assert (label_from_regions(answers, {"a": (7,)}) == 7).all()
+
+
 OVERLAPPING = {"a": (1, 2), "b": (2, 3), "c": (4,)}
 
 
@@ -122,6 +127,8 @@ def test_codes_that_a_perfect_answer_does_not_paint_back_are_named(regions, clas
         ("left kidney", "right kidney"),
         ("Kidney_L", "Kidney_R"),
         ("LeftLung", "RightLung"),
+        ("Lt lung", "Rt lung"),
+        ("lh cortex", "rh cortex"),
         ("lkidney", "rkidney"),
         ("lateral vessel l", "lateral vessel r"),
         ("Left Lung", "lung right"),

@@ -303,6 +303,7 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
     [
         ({"split": "dev"}, "split"),
         ({"channels": ("PET",)}, "channels"),
+        ({"channels": ("T1w",) * 2}, "channels"),
         ({"regions": ()}, "regions"),
         ({"extent": "tile"}, "extent"),
         ({"dtype": "float64"}, "dtype"),

@@ -33,6 +33,13 @@ def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
     assert np.all(np.diff(along) >= 0)
 
 
+def test_tiles_are_spread_evenly():
+    starts = []
+    note = lambda tile: starts.append(tile.min()) or tile
+    sliding_window(note, np.indices((1, 13, 6, 4, 1))[1], (8, 6, 4))
+    assert starts == [0, 2, 5]
+
+
 @pytest.mark.parametrize(
     ("shape", "overlaps", "count"),
     [((12, 6, 4), (), 2), ((13, 6, 4), (), 3), ((5, 5, 5), (), 2), ((24, 12, 4), (0.0,), 6),

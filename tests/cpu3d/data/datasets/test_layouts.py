@@ -9,16 +9,6 @@ def ids_of(dataset):
     return [case.case_id for case in dataset.cases]
 
 
-def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path):
-    dataset = read_dataset(decathlon(tmp_path))
-    assert (dataset.layout, dataset.name, dataset.problems) == ("decathlon", "BRATS", {})
-    assert dataset.channels == ("FLAIR", "T1w", "t1gd", "T2w")
-    assert dataset.labels[3] == "enhancing tumour"
-    assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
-    assert ids_of(dataset) == ["BRATS_000", "BRATS_001", "BRATS_002"]
-    assert dataset.cases[1].images == (tmp_path / "imagesTr/BRATS_001.nii.gz",)
-
-
 OF_2017 = {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"}
 OF_2023 = {
     "BraTS-GLI-00001-000": "BraTS-GLI-00001",

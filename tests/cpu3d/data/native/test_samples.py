@@ -4,13 +4,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
 from cpu3d.data.augment import AugmentConfig, AugmentParams, draw
-from cpu3d.data.native import plain
+from cpu3d.data.native import plain, samples
 from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.native.spec import SampleSpec, Stored
 from cpu3d.data.normalise import Statistics, levels_of
@@ -389,6 +390,11 @@ def test_without_a_compiler_numpy_makes_the_sample_and_a_note_says_so(tmp_path):
     image, target = make_sample(stored(), drawn("turn"), form())
     np.testing.assert_allclose(made["image"], image, atol=1e-4)
     np.testing.assert_array_equal(made["target"], target)
+
+
+def test_a_cpu_without_avx2_is_not_given_what_needs_it(monkeypatch):
+    monkeypatch.setattr(samples, "read_host", lambda: SimpleNamespace(isa=()))
+    assert samples.function_in_c.__wrapped__() is None
 
 
 CHECKED = """

@@ -102,6 +102,10 @@ def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(ti
         assert (view.split["test"], view.split_hash) == (("e", "f"), before.split_hash)
     assert tiny_store.manifest == before
     assert with_fold(tiny_store, "") is tiny_store
+    alike = [dataclasses.replace(case, image_voxels_sha256="0") for case in before.cases]
+    store = Store(tiny_store.folder, dataclasses.replace(before, cases=alike))
+    with pytest.raises(InputError, match="identical voxels"):
+        with_fold(store, "1/4")
 
 
 # --- Patients: no patient and no image is in two splits ---
@@ -162,10 +166,10 @@ def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
         dataclasses.replace(case, label_voxels={}) if case.case_id in "be" else case
         for case in tiny_store.manifest.cases
     ]
-    manifest = dataclasses.replace(tiny_store.manifest, cases=tuple(cases))
+    manifest = dataclasses.replace(tiny_store.manifest, cases=tuple(cases), split_seed=2)
     store = Store(tiny_store.folder, manifest)
     views = [with_fold(store, fold).manifest.split for fold in ("1/3", "2/3", "3/3")]
-    assert sorted(sum((view["val"] for view in views), ())) == ["a", "c", "d"]
+    assert [view["val"] for view in views] == [("c",), ("d",), ("a",)]
     assert all("b" not in view["train"] for view in views)
     assert {view["test"] for view in views} == {("e", "f")}
 
