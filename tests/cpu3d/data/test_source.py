@@ -83,8 +83,6 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
         region = source.case_region(record, round_up(sides, (16, 8, 2)), extent)
         expected = source.normalise(np.asarray(phantom_store.image(record.case_id)), record, region)
         np.testing.assert_allclose(image[0], expected, atol=1e-5)
-        brain = expected[expected != 0]
-        assert (brain.mean(), brain.std()) == pytest.approx((0, 1), abs=0.05)
         label = crop(np.asarray(phantom_store.label(record.case_id)), region)
         for index, codes in enumerate(phantom_store.manifest.regions.values()):
             np.testing.assert_array_equal(target[0, ..., index], np.isin(label, codes))
@@ -268,8 +266,8 @@ def test_volumes_have_their_own_grids_and_those_of_a_batch_the_least_that_holds_
             for volumes, volume in zip(pair, member):
                 assert volumes.shape[1:4] == grid
                 assert np.count_nonzero(volumes[index]) == np.count_nonzero(volume)
-    later = volume_dataset(phantom_store, batch=2, start=2, **how)
-    assert hashes(later) == [digest(pair) for pair in pairs[1:]]
+    later = volume_dataset(phantom_store, batch=2, start=2, **{**how, "stop": 5})
+    assert hashes(later) == [digest(pairs[1])]
     # of two workers each has one pair of a step's four
     share = Share(1, workers=2, batch=4)
     second = volume_dataset(phantom_store, batch=2, share=share, **{**how, "stop": 4})
@@ -281,7 +279,7 @@ def test_volumes_have_their_own_grids_and_those_of_a_batch_the_least_that_holds_
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
-    phantom_store, tmp_path, threads
+    phantom_store, tmp_path, monkeypatch, threads
 ):
     store = open_store(shutil.copytree(phantom_store.folder, tmp_path / "store"))
     reader = Reader(store.folder, "pread")
@@ -293,6 +291,11 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
     with pytest.raises(InputError, match=f"store file {cut} must be .* bytes long") as caught:
         next(batches)
     assert len(caught.value.problems) == 1
+    # The next run sees it at once, in the worker that has a look at this file.
+    monkeypatch.setattr("cpu3d.data.files.loader.file_system", lambda folder: "nfs4")
+    assert source.open_reading(store, share=Share(1, 2)).mode == "pread"
+    with pytest.raises(InputError, match=f"store file {cut}"):
+        source.open_reading(store, share=Share(0, 2))
 
 
 # --- Arguments ---

@@ -1,10 +1,12 @@
+from types import SimpleNamespace
+
 import nibabel
 import numpy as np
 import pytest
 from nibabel import orientations
 
 from cpu3d.data.cases.case import CENTRES, centres_of, facts_of, load_case
-from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, whole
@@ -66,7 +68,7 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
 
 def test_what_int16_cannot_hold_is_stored_in_steps_with_the_largest_error(load):
     large = tiny_image(1).astype(np.int32)
-    large[1, 1, 1] = 40_000
+    large[1, 1, 1] = -40_000
     sources = [tiny_image(0), large, tiny_image(2) / 2]
     case = load(*sources)
     steps, offsets = np.transpose(case.record.units)
@@ -172,6 +174,13 @@ def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
     assert len(note_lines({**few, "d": ["T1 is 7"]})) == 2
 
 
+def test_a_case_in_another_unit_is_within_100_of_1024_from_the_middle_of_all():
+    middles = {"a": 0, "b": 50, "c": 0, "d": 900, "e": 1100, "f": -1020}
+    values = ((None, (value, value, 9999)) for value in middles.values())
+    records = (SimpleNamespace(case_id=id_, foreground=each) for id_, each in zip(middles, values))
+    assert sorted(unit_notes(records, ["MRI", "CT"])) == ["e", "f"]
+
+
 # --- The same place in space ---
 
 OBLIQUE = nibabel.affines.from_matvec(
@@ -206,22 +215,21 @@ def test_forms_that_contradict_each_other_are_named_with_the_one_that_is_taken(t
     middle = np.eye(4)
     middle[:3, 3] = -2.5, 0, 0  # the first axis is centred: its mirror image is at the same place
     mirrored = np.diag([-1.0, 1, 1, 1]) @ middle
-    image = nibabel.Nifti1Image(tiny_image(), None)
-    image.header.set_qform(middle, 1)
-    image.header.set_sform(mirrored, 1)
-    nibabel.save(image, tmp_path / "a.nii.gz")
+    image = write_nifti(tmp_path / "a.nii.gz", tiny_image(), mirrored, qform=middle)
     label = np.zeros((6, 5, 4), np.uint8)
     label[1, 2, 3] = 1
     path = write_nifti(tmp_path / "seg.nii.gz", label, mirrored)
-    case = CaseFiles("c", "p", (tmp_path / "a.nii.gz",), path)
+    case = CaseFiles("c", "p", (image,), path)
     loaded = load_case(case, channels=("a",), labels=LABELS)
     (note,) = case_notes(loaded.record, "a")
     assert "the sform (axes LAS) and the qform (axes RAS) contradict each other" in note
     assert "the sform is taken" in note
     assert loaded.label[4, 2, 3] == 1
-    write_nifti(path, label, middle)
-    with pytest.raises(InputError, match=r"the grid of .*, in which the sform"):
-        load_case(case, channels=("a",), labels=LABELS)
+    for own, other, name in ((mirrored, middle, "a"), (middle, mirrored, "seg")):
+        write_nifti(image, tiny_image(), own, qform=middle)
+        write_nifti(path, label, other, qform=middle)
+        with pytest.raises(InputError, match=rf"got {name}\.nii\.gz, in which the sform"):
+            load_case(case, channels=("a",), labels=LABELS)
 
 
 # --- Values far out of range ---

@@ -380,3 +380,4 @@ def test_one_case_of_ct_among_others_is_a_bad_case(tmp_path):
         prepare(data, tmp_path / "store", **ALL_TRAIN)
     manifest = prepare(data, tmp_path / "store", **ALL_TRAIN, skip_bad=True)
     assert [case.case_id for case in manifest.cases] == ["c_1", "c_2", "c_3"]
+    assert manifest.normalisation == ()  # all over the foreground, as in most cases

@@ -60,7 +60,7 @@ def load(folder, spacing_mm, target_mm, axes="RAS"):
         # Many of them: the median, as for any other axis.
         (((1, 1, 4), (1, 1, 5), (1, 1, 6)), (200, 200, 90), (1, 1, 5)),
         # The fine ones are not finer than the voxels are wide.
-        (((2, 2, 1), (2, 2, 1), *((2, 2, 8),) * 3), (200, 200, 20), (2, 2, 2)),
+        (((3, 2, 1), (3, 2, 1), *((3, 2, 9),) * 3), (200, 200, 20), (3, 2, 3)),
     ],
 )
 def test_the_spacing_is_that_of_nnunets_planner(spacings, shape, expected):
@@ -82,7 +82,7 @@ def test_other_spacings_are_refused(words):
 @pytest.mark.parametrize(
     ("shape", "spacing_mm", "expected"),
     [
-        ((5, 5, 1), (1, 1, 0.4), (5, 5, 1)),
+        ((5, 5, 1), (1.1, 1, 0.4), (6, 5, 1)),
         ((20, 20, 20), (2, 2, 2), (40, 40, 40)),
         ((20, 20, 20), (2, 2, 2.2), None),
         ((1300, 1300, 1300), ISO, None),  # above 2^31

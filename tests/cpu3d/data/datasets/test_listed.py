@@ -141,6 +141,7 @@ WRONG_LABELS = (
         ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
         ({"numTraining": 3}, "numTraining .* 2, got 3"),
         ({"labels": TUMOUR, "regions_class_order": [1, 2]}, r"regions_class_order .*\[1, 2\]"),
+        ({"labels": TUMOUR, "regions_class_order": [3, 2, 3]}, "perfect answer"),
         ({"dataset": {"../a": {"images": ["a.nii.gz"]}}}, "names of files"),
         ({"channel_names": None, "modality": NAMES}, "must list cases"),
     ],

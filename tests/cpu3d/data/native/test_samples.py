@@ -320,14 +320,6 @@ def test_gamma_keeps_a_deviation_that_is_small_beside_the_mean():
     assert made.mean(dtype=float) == pytest.approx(0.001 * values.mean(), rel=1e-5)
 
 
-def test_contrast_widens_around_the_mean_within_the_range():
-    image, _ = make_sample(stored(), drawn("contrast"), form())
-    before, _ = make_sample(stored(), PLAIN, form())
-    for made, was, factor in zip(brain(image), brain(before), DRAWS["contrast"]["contrast"]):
-        expected = np.clip(was.mean() + factor * (was - was.mean()), was.min(), was.max())
-        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-4)
-
-
 def test_noise_is_normal_and_of_its_deviation_and_its_own_for_each_key():
     field = (40, 40, 40)
     numbers = dataclasses.replace(PLAIN, noise=np.float32([0.1, 0.1, 0.2, 0]), noise_keys=KEYS)
@@ -337,9 +329,8 @@ def test_noise_is_normal_and_of_its_deviation_and_its_own_for_each_key():
     np.testing.assert_allclose(noise.mean((0, 1, 2)), 0, atol=0.002)
     unit = noise[..., 0] / 0.1
     assert (np.abs(unit) < 1).mean() == pytest.approx(0.683, abs=0.01)
-    others = [noise[..., 1], *(np.roll(unit, 1, axis) for axis in range(3))]
-    for other in others:  # channels and neighbours have nothing to do with each other
-        assert abs(np.corrcoef(unit.ravel(), other.ravel())[0, 1]) < 0.02
+    other = noise[..., 1]  # of another channel, which has nothing to do with it
+    assert abs(np.corrcoef(unit.ravel(), other.ravel())[0, 1]) < 0.02
 
 
 def test_a_blur_spreads_a_voxel_as_a_gaussian():

@@ -65,11 +65,14 @@ def test_a_shape_out_of_range_and_another_seed_are_refused(tmp_path, capsys):
     assert "seed of phantom folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("shape", "index"), [((80, 72, 60), 0), ((24, 24, 24), 3)])
-def test_a_ct_has_a_liver_with_lesions_among_tissues_of_the_same_values(shape, index):
+@pytest.mark.parametrize(
+    ("shape", "index", "total"), [((80, 72, 60), 0, 8520), ((24, 24, 24), 3, 383)]
+)
+def test_a_ct_has_a_liver_with_lesions_among_tissues_of_the_same_values(shape, index, total):
     image, label = ct_case(shape, seed=3, index=index)
     assert (image.dtype, image.shape, label.dtype) == (np.int16, shape, np.uint8)
     assert min(np.bincount(label.ravel(), minlength=3)) >= 8
+    assert label.sum() == total  # as it was first drawn
     assert np.median(image[label == 1]) - np.median(image[label == 2]) > 20
     outside = image[:2, :2]
     assert np.median(outside) == pytest.approx(-1000, abs=3)

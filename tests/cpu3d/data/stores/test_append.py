@@ -19,6 +19,7 @@ from tests.cpu3d.data.made_datasets import (
     content_of,
     decathlon,
     tiny_image,
+    tiny_label,
     write_nifti,
 )
 
@@ -133,6 +134,9 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     assert all(word in printed for word in ("1 new case", "2 bad cases", after.split_hash))
     assert append(store, data / "few", workers=1).manifest == after
     assert sorted(read_quarantine(store)) == ["BRATS_003", "BRATS_004"]
+    write_nifti(data / "many/labelsTr/BRATS_004.nii.gz", tiny_label(1))
+    append(store, data / "many", workers=1, skip_bad=True)
+    assert [*read_quarantine(store)] == ["BRATS_003"]
 
 
 @given(

@@ -52,6 +52,7 @@ def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_
     store = store_in()
     content = json.loads(printed("info", store, "--json").out)
     decided = {row["name"]: row["value"] for row in content["decided"]}
+    assert "0 in 80% of the voxels" in content["decided"][0]["why"]
     assert all(row["why"] for row in content["decided"])
     assert (decided["channel FLAIR"], decided["grids"]) == ("zscore-foreground", "4 x 4 x 2")
     assert decided["region TC"] == "2 non-enhancing tumor, 3 enhancing tumour"
