@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Dict, Iterable, Optional
 
 from memory_estimator.common.files import NotRegularError
-from memory_estimator.common.units import format_bytes
 from models.native.library import InstructionSetError
 
 
@@ -68,9 +67,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, and of a user's share of one
 class NoRoomError(OSError):
     """A file that its disk has no room for; a file of that name from before is as it was."""
 
-    written_bytes: Optional[int] = None  # until there was none; None if that is not known
-    needed_bytes: Optional[int] = None  # of the whole file; None if that is not known
-
     def __str__(self) -> str:
         todo = "free space there and repeat the command"
         return f"{fault_of(self)}; {todo}: nothing is lost, files from before are as they were"
@@ -84,12 +80,7 @@ def fault_of(error: OSError) -> str:
         return str(error)
     if error.errno not in FULL:
         return f"{error.filename}: {words}" if error.filename else words
-    got = words
-    if isinstance(error, NoRoomError) and error.written_bytes is not None:
-        got += f" after {format_bytes(error.written_bytes)}"
-        if error.needed_bytes is not None:
-            got += f" of {format_bytes(error.needed_bytes)}"
-    return f"{error.filename or 'a file'} must fit on its disk, got {got}"
+    return f"{error.filename or 'a file'} must fit on its disk, got {words}"
 
 
 @dataclass(frozen=True)

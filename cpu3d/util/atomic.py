@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, Iterator, Optional, Sequence, Union
+from typing import IO, Any, Iterator, Sequence, Union
 
 from cpu3d.errors import FULL, InputError, NoRoomError
 
@@ -27,15 +27,13 @@ def atomic_write(
     mode: str = "wb",
     flush: bool = True,
     token: str = "",
-    size_bytes: Optional[int] = None,
 ) -> Iterator[IO[Any]]:
     """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the
     disk and rename it onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a
     killed process can leave it behind. Its name has random digits; with a `token`, for a `path` of
     one writer, it is always the same, so that the next write replaces what a killed process left.
 
-    Raises NoRoomError for a full disk, with `size_bytes`, the length of the file, if it is
-    known."""
+    Raises NoRoomError for a full disk."""
     path = Path(path)
     if not token:
         token = secrets.token_hex(4)
@@ -50,16 +48,12 @@ def atomic_write(
                 os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
-        written_bytes = partial.stat().st_size if partial.exists() else 0
         partial.unlink(missing_ok=True)
         # A failed write knows only its handle; its reader wants the name.
         if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(path)
             if error.errno in FULL:
-                full = NoRoomError(error.errno, error.strerror, str(path))
-                full.written_bytes = written_bytes
-                full.needed_bytes = size_bytes
-                raise full from error
+                raise NoRoomError(error.errno, error.strerror, str(path)) from error
         raise
     if flush:
         sync_folder(path.parent)
@@ -67,7 +61,7 @@ def atomic_write(
 
 def write_bytes(path: Union[str, Path], content: bytes) -> None:
     """Write `content`, atomically."""
-    with atomic_write(path, size_bytes=len(content)) as file:
+    with atomic_write(path) as file:
         file.write(content)
 
 

@@ -179,7 +179,7 @@ def _write_array(path: Path, array: Array, format_: str) -> ArrayFile:
     """Write an array's file, and read it back."""
     pieces = encode(np.ascontiguousarray(array), format_)
     digest = hashlib.sha256()
-    with atomic_write(path, size_bytes=sum(map(len, pieces))) as file:
+    with atomic_write(path) as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)

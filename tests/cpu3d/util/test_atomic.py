@@ -67,7 +67,7 @@ def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(pat
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NoRoomError) as raised:
         write_bytes(path, bytes(3 << 20))
-    rule = f"{path} must fit on its disk, got No space left on device after 3 MiB of 3 MiB;"
+    rule = f"{path} must fit on its disk, got No space left on device;"
     assert str(raised.value).startswith(rule)
     again = pickle.loads(pickle.dumps(raised.value))  # as it comes from another process
     assert str(again) == str(raised.value)
