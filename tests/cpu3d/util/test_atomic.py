@@ -62,7 +62,7 @@ def test_the_content_is_on_the_disk_before_the_name_and_then_the_name(path, monk
     assert synced == {path.stat().st_ino: b"old", path.parent.stat().st_ino: b"new"}
 
 
-def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(path, monkeypatch):
+def test_a_full_disk_names_the_file_and_that_nothing_is_lost(path, monkeypatch):
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NoRoomError) as raised:
