@@ -181,10 +181,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     validation = allocator.validated_bytes - allocator.resident_bytes
     validation += scratch_of((*program.ops, *program.after)) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
-    bound: Callable[[int], int] = kind.upper_bound if kind else accuracy.widest
-    if not constants.instructions:
-        bound = bound_of_layers
-    upper_bound = bound(process_peak + validation)
+    upper_bound = upper_bound_of(job, constants, accuracy)(process_peak + validation)
     upper_bound += sum(line.bytes for line in extra)
     replayed = "derived: the allocator replayed through one"
     extra = (Component("validation", validation, replayed), *extra)
@@ -210,6 +207,14 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         kind=kind,
         uncovered=uncovered,
     )
+
+
+def upper_bound_of(job: Job, constants: HostConstants, accuracy: Accuracy) -> Callable[[int], int]:
+    """What adds the margin of steps like those of `job` to the peak of a process."""
+    if not constants.instructions:
+        return bound_of_layers
+    kind, _ = accuracy.covering(job, constants.instructions)
+    return kind.upper_bound if kind else accuracy.widest
 
 
 def seconds_of_step(job: Job, constants: HostConstants) -> float:

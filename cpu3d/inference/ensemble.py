@@ -55,12 +55,17 @@ class Ensemble:
         self.inputs = tuple(name for name in first.channels if name in needed)
 
     def probabilities(
-        self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
+        self,
+        image: np.ndarray,
+        record: CaseRecord,
+        channels: Sequence[str] = (),
+        in_windows: bool = False,
     ) -> Answers:
         """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; equal ones
         stay as they are."""
         first, *others = [
-            predictor.probabilities(image, record, channels) for predictor in self.predictors
+            predictor.probabilities(image, record, channels, in_windows)
+            for predictor in self.predictors
         ]
 
         def mean_of(region: int, rows: slice) -> np.ndarray:

@@ -4,7 +4,7 @@ label codes.
     ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out p
     ./run.sh predict --run runs/fold-1 runs/fold-2 --image data/BraTS-GLI-00001-000 --out p
-    ./run.sh predict --run runs/folds --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --run runs/folds --image data/BraTS-GLI-00001-000 --out predictions --dry-run
     ./run.sh predict --network exported --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
@@ -22,6 +22,10 @@ channel takes each 3D file as a case and ignores files of other modalities.
 Labels are written in the codes of the image's own data set: of the BraTS release whose file names
 it has, or of the dataset.json above its imagesTr or imagesTs; else in those of the run's store.
 --codes chooses other codes.
+
+Memory and time are predicted for each image once it is read; --dry-run ends there. A run on whole
+volumes answers in windows of the largest grid that it was trained on where one pass would not fit
+the free memory; a note says so. An image that does not fit so either is refused.
 
 Several runs predict together, by the mean of their probabilities; folds must be complete. The
 folder of `train --folds` stands for all of its folds. Answers are post-processed as the runs
@@ -61,6 +65,12 @@ from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import STORE, Case, cases_to_predict, check_exist
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
+from cpu3d.inference.forecast import (
+    POSTPROCESSED_BYTES,
+    PROBABILITIES_BYTES,
+    WRITTEN_BYTES,
+    Forecaster,
+)
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.postprocessing.run_rules import postprocessing_together
 from cpu3d.inference.runs import (
@@ -93,7 +103,12 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_seconds
+from memory_estimator.host import read_host
 
+IN_WINDOWS = (
+    "in windows of the training's largest grid, as one pass over the image may not fit the free "
+    "memory"
+)
 NO_NETWORK = "--run or --network must be given, got neither; name a run, or an export"
 
 
@@ -119,6 +134,9 @@ class Options:
         help="predict again the cases that are there, also those of another run (default: the same "
         "answers are kept, and others refused)",
     )
+    dry_run: bool = option(
+        False, help="read each image, print its memory and time, and write nothing"
+    )
     codes: str = option(
         AUTO,
         help="label codes to write; auto: those of the image's own data set if known, else of the "
@@ -143,6 +161,11 @@ OPTIONS = (Networks, Options, Inference)
 def run(chosen: Networks, options: Options, inference: Inference) -> int:
     check_exist("--image", options.image)
     check_folder(options.out, "--out")
+    if options.dry_run and chosen.network:
+        raise InputError(
+            "--dry-run must come with --run, got --network, whose memory is not known; leave it out"
+        )
+    host = read_host()  # before TensorFlow takes its memory
     together, predictors, postprocessing = _networks(chosen, inference)
     configs = together.configs
     predictor = Ensemble(predictors)
@@ -159,7 +182,12 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
         )
     raise_if_any(() if cases else problems)
     todo, kept = _to_do(predictor, cases, options, about, postprocessing)
-    writable_folder(options.out, "--out")
+    forecaster = None  # of an export: what it takes depends on what runs it
+    if chosen.run:
+        used = [each.config for each in predictors]
+        forecaster = Forecaster(used, inference, host, _written_bytes(options, postprocessing))
+    if not options.dry_run:
+        writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     if kept:
@@ -176,9 +204,11 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     with bar("predict", total=len(todo)) as advance:
         for case, made_from in todo:
             try:
-                sidecars.append(
-                    predict_case(predictor, case, options, made_from, postprocessing, configs)
+                sidecar = predict_case(
+                    predictor, case, options, made_from, postprocessing, configs, forecaster
                 )
+                if sidecar:
+                    sidecars.append(sidecar)
             except InputError as error:
                 failures.append(error)
             advance()
@@ -214,6 +244,13 @@ def _networks(chosen: Networks, inference: Inference) -> Tuple[RunSet, List[Any]
     return together, [exported], RAW if chosen.raw else exported.postprocessing
 
 
+def _written_bytes(options: Options, postprocessing: PostProcessing) -> int:
+    """Of each voxel of an answer, what the most is that is held to write it."""
+    if options.probabilities:
+        return PROBABILITIES_BYTES
+    return POSTPROCESSED_BYTES if postprocessing.rules else WRITTEN_BYTES
+
+
 def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
     """The volume of each region in each predicted case."""
     regions = list(sidecars[0]["volumes_ml"])
@@ -232,8 +269,10 @@ def predict_case(
     made_from: Mapping[str, Any],
     postprocessing: PostProcessing,
     configs: Sequence[RunConfig] = (),
+    forecaster: Optional[Forecaster] = None,
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar, with `made_from`.
+    """Segment one case into `options.out`; returns the content of its sidecar, with `made_from`;
+    nothing of a dry run, which ends with what the `forecaster` says.
     With the `configs` of the runs its notes say how the image differs from what they were trained
     on. A label among the case's files is not read. Raises InputError for an image that cannot be
     read or does not fit the run, and as `check_replaceable`."""
@@ -251,13 +290,21 @@ def predict_case(
     )
     record = loaded.record
     geometry = record.geometry
-    answers = predictor.probabilities(loaded.image, record, case.channels)
+    in_windows = False
+    if forecaster:
+        forecast = forecaster.of(record, is_answered=not options.dry_run)
+        say(f"{case.files.case_id}: {forecast}", stderr=not options.dry_run)
+        in_windows = forecast.in_windows
+    if options.dry_run:
+        return {}
+    answers = predictor.probabilities(loaded.image, record, case.channels, in_windows)
     painted = postprocessing.paint(answers, predictor.regions, ras_steps_mm(geometry))
     label = case.translated(painted)
     notes = [
         *case_notes(record, case.channels),
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
+        *[IN_WINDOWS] * in_windows,
     ]
     label_file = volume_content(outputs.label, label, geometry)
     hashes = [hashlib.sha256(label_file).hexdigest()]

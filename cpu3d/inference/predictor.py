@@ -62,21 +62,26 @@ class Predictor:
         return compiled_network(self.config.unet, self.weights)
 
     def probabilities(
-        self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
+        self,
+        image: np.ndarray,
+        record: CaseRecord,
+        channels: Sequence[str] = (),
+        in_windows: bool = False,
     ) -> Answers:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z,
         C); on its source's grid, if the case was resampled.
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
         the store's if none. The network sees the content box, or with the full extent the volume,
-        rounded up to its multiples: in one pass, or window by window. Outside of that the
-        probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that
-        are not finite."""
+        rounded up to its multiples: in one pass, or window by window, always so with `in_windows`.
+        Outside of that the probability is 0. Raises DoesNotFitError if memory runs out,
+        DivergedError for answers that are not finite."""
         region = self.region(record)
         resizing: Optional[Resizing] = None  # to fewer voxels
         if self.config.resolution < 1:
             resizing = Resizing(self._grid(record), self.config.resolution_by_axis)
-        logits_of = functools.partial(self._logits, resizing=resizing)
+        window = self.window or (self.config.grid if in_windows else None)
+        logits_of = functools.partial(self._logits, resizing=resizing, window=window)
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             seen = self._seen(image, record, region, tuple(channels or self.channels))
             axes = mirrored_axes_of(self.config, self.inference)
@@ -115,10 +120,10 @@ class Predictor:
         """The network's voxels of a whole case."""
         return self.config.grid_of(case_extent(record, self.config.extent))
 
-    def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
+    def _logits(self, image, resizing: Optional[Resizing], window: Optional[Shape3]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
-        if self.window:
-            window = shape3(map(min, self.window, image.shape[1:4]))
+        if window:
+            window = shape3(map(min, window, image.shape[1:4]))
             return sliding_window(self._network, image, window, self.inference.overlap)
         if resizing:
             return resizing.grow(self._network(resizing.shrink(image))).numpy()[0]

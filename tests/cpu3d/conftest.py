@@ -5,6 +5,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,11 +54,12 @@ class FakePredictor:
     mirrored: tuple = (0, 1, 2)
     window: tuple = None
     weights_sha256: str = "made up"
+    config: Any = None
 
     def normalisation_of(self, channels):
         return ()
 
-    def probabilities(self, image, record, channels=()):
+    def probabilities(self, image, record, channels=(), in_windows=False):
         channels = channels or self.channels
         if np.isnan(self.sure):
             raise DivergedError(f"probabilities for case {record.case_id} must be finite")

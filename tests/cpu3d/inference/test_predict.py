@@ -18,8 +18,8 @@ from tests.cpu3d.runs import run_command, shown_cases
 
 
 @pytest.fixture
-def predictor(tmp_path):
-    return FakePredictor(tmp_path / "no store", REGIONS, LABELS)
+def predictor(tmp_path, tiny_run):
+    return FakePredictor(tmp_path / "no store", REGIONS, LABELS, config=load_config(tiny_run))
 
 
 @pytest.fixture

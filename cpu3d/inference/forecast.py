@@ -1,0 +1,122 @@
+"""Predicts what the answer on an image takes, once the image is read and its box is known, before
+the network sees it.
+
+    forecaster = Forecaster(configs, Inference(), read_host())
+    forecaster.of(record)      # memory, time, and whether one pass fits
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Sequence, Tuple
+
+from cpu3d.data.manifest import CaseRecord
+from cpu3d.data.region import Shape3
+from cpu3d.data.resolution import field_of
+from cpu3d.data.store import case_extent
+from cpu3d.data.windows import window_count
+from cpu3d.errors import DoesNotFitError
+from cpu3d.host.memory import peak_rss_bytes, status_sizes
+from cpu3d.inference.runs import Inference, mirrored_axes_of, window_of
+from cpu3d.settings import RunConfig
+from memory_estimator.calibration import find_constants
+from memory_estimator.common.units import by, format_bytes, format_seconds
+from memory_estimator.forward_pass import forward_pass
+from memory_estimator.host import Host
+from memory_estimator.installed import installed_engine
+from memory_estimator.job import Job
+from models.strides import shape3
+
+# Of each voxel of an answer, measured (records/log.md).
+WRITTEN_BYTES = 6  # the label as painted, turned and packed
+POSTPROCESSED_BYTES = 10  # components, and the probabilities of a region
+PROBABILITIES_BYTES = 20  # as they are, turned and packed
+WRITTEN_S = 1e-7
+
+SPARE = 1.1  # times the predicted peak must be free
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Memory and time of the answer on one image."""
+
+    grid: Shape3  # that the network sees
+    in_windows: bool  # of the training's largest grid, as one pass would not fit
+    peak_bytes: int  # of the process, until the answer is written
+    seconds: float  # after the image was read
+    free_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return SPARE * self.peak_bytes <= self.free_bytes
+
+    def __str__(self) -> str:
+        """Such as "144 x 176 x 144 voxels, 1.21 GiB of 21.48 GiB free, about 5 s"."""
+        words = [f"{by(self.grid, ' x ')} voxels"]
+        if self.in_windows:
+            words.append("in windows of the training's largest grid, as one pass may not fit")
+        words.append(f"{format_bytes(self.peak_bytes)} of {format_bytes(self.free_bytes)} free")
+        return ", ".join([*words, f"about {format_seconds(self.seconds)}"])
+
+
+class Forecaster:
+    """Makes the forecasts of images that runs answer on together, on the CPUs of a host, whose
+    free memory is that before TensorFlow was imported."""
+
+    def __init__(
+        self,
+        configs: Sequence[RunConfig],
+        inference: Inference,
+        host: Host,
+        written_bytes: int = WRITTEN_BYTES,
+    ):
+        self._configs = configs
+        self._inference = inference
+        self._host = host
+        self._written_bytes = written_bytes
+        self._kept_bytes = 0  # by the networks of answers so far
+
+    def of(self, record: CaseRecord, is_answered: bool = True) -> Forecast:
+        """The forecast of a case that is in memory. Runs on whole volumes at full resolution answer
+        in windows where one pass would not fit. Raises DoesNotFitError for what does not fit so."""
+        made, network_bytes = self._forecast(record, in_windows=False)
+        can_slide = all(config.resolution == 1 for config in self._configs)
+        if not made.fits and can_slide:
+            made, network_bytes = self._forecast(record, in_windows=True)
+        if not made.fits:
+            raise DoesNotFitError(
+                f"the prediction of case {record.case_id} must fit the free memory, got {made}; "
+                "slide a smaller --window X Y Z if the run is at full resolution"
+            )
+        if is_answered:
+            self._kept_bytes = max(self._kept_bytes, network_bytes)
+        return made
+
+    def _forecast(self, record: CaseRecord, in_windows: bool) -> Tuple[Forecast, int]:
+        constants = find_constants(self._host)
+        network_bytes = 0  # the most of any run: they answer one after the other
+        answers_bytes = 0  # of all of them, float32, until they are written
+        making_bytes = 0
+        seconds = WRITTEN_S * math.prod(record.scored_shape)
+        for config in self._configs:
+            grid = config.grid_of(case_extent(record, config.extent))
+            window = window_of(config, self._inference) or (config.grid if in_windows else grid)
+            window = shape3(map(min, window, grid))
+            threads = self._host.usable_cores
+            job = Job(config.unet, window, engine=installed_engine(), threads=threads)
+            passed = forward_pass(job, constants)
+            network_bytes = max(network_bytes, passed.bytes)
+            voxels = math.prod(field_of(grid, config.resolution_by_axis))
+            answers_bytes += 4 * config.unet.outputs * voxels
+            # Two more maps of logits, or of scores.
+            maps = 2 * max(config.unet.outputs, config.unet.channels)
+            making_bytes = max(making_bytes, 4 * maps * voxels)
+            passes = 2 ** len(mirrored_axes_of(config, self._inference))
+            passes *= window_count(grid, window, self._inference.overlap)
+            seconds += passes * passed.seconds
+        written_bytes = self._written_bytes * math.prod(record.scored_shape)
+        to_come = max(network_bytes - self._kept_bytes, 0) + answers_bytes
+        so_far = peak_rss_bytes()
+        now_bytes = status_sizes().get("VmRSS", so_far)
+        peak_bytes = max(so_far, now_bytes + to_come + max(making_bytes, written_bytes))
+        free_bytes = self._host.free_bytes
+        return Forecast(grid, in_windows, peak_bytes, seconds, free_bytes), network_bytes
