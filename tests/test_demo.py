@@ -45,7 +45,8 @@ def test_only_the_whole_demo_is_cut_to_its_minutes_and_it_is_of_no_cluster(monke
         return 0
 
     monkeypatch.setattr("cpu3d.__main__.main", noted)
-    assert demo.run(demo.Options(out=demo.Path("out"), smoke=smoke)) == 0
+    assert demo.run(demo.Options(demo.Path("out"), smoke, "lean")) == 0
+    assert done["train"][4] == done["report"][2] == f"out/{'smoke/' * smoke}run-lean"
     assert ("--budget-minutes" in done["train"]) != smoke
 
 

@@ -34,7 +34,7 @@ NETWORK = ("recipe", "init", "depth", "strides")  # another one of them is anoth
 LEAST_STEP_S = 1e-3
 # Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
 # many.
-FEW = 8
+FEW = 12
 
 
 COLUMNS = ("variant", "sees", "batch", "steps", "voxels", "policy", "a step", "a run", "memory")

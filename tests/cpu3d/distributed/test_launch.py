@@ -74,6 +74,7 @@ def test_what_does_not_agree_is_refused():
 STAND_IN = """
 import os, sys
 from cpu3d.distributed.cluster import read_cluster
+assert os.environ["PYTHONSAFEPATH"]  # whatever the caller's folder holds
 cluster = read_cluster(os.environ)
 print(f"worker {cluster.rank} of {cluster.workers}", " ".join(sys.argv[1:]), flush=True)
 """

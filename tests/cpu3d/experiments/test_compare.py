@@ -14,7 +14,7 @@ from cpu3d.experiments import compare as command
 from cpu3d.experiments import runner
 from cpu3d.report.status import set_status
 from cpu3d.run.config_json import load_config
-from cpu3d.run.log import read_events
+from cpu3d.run.log import append_event, last_end
 from cpu3d.util.lock import locked
 from records.files import read_records
 from records.tables import comparisons_markdown
@@ -68,16 +68,23 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
     assert states == [*["scored"] * 3, "interrupted"]
     assert main(["status", "--run", str(out)]) == 1
     assert not (out / "results.json").exists()
-    path = out / "runs/patch-seed0/evaluation/scores.json"
+    run = out / "runs/patch-seed0"
+    path = run / "evaluation/scores.json"
     scores = json.loads(path.read_text())
     scores["cases"][0]["regions"]["ET"]["dice"] -= 0.5
+    scores["peak_rss_bytes"] = 2**50
     path.write_text(json.dumps(scores))
+    most = dict.fromkeys(("seconds", "peak_rss_bytes", "allocator_peak_bytes"), 2**50)
+    append_event(run, {**last_end(run), **most})
     assert compare(*chosen, "--record", record) == 0
     assert commands.seen() == done("patch-seed1")
     assert main(["status", "--run", str(out)]) == 0
     assert {load_config(run).validations for run in (out / "runs").iterdir()} == {4}
-    sd = results(out)["variants"]["patch"]["scores"]["ET"]["dice"]["sd"]
-    assert sd == pytest.approx(0.5 / 2**0.5), "of two values that differ by 0.5"
+    patch = results(out)["variants"]["patch"]
+    sd = patch["scores"]["mean"]["dice"]["sd"]
+    assert sd == pytest.approx(0.5 / 3 / 2**0.5), "of two values that differ by 0.5 in a region"
+    largest = [name for name, cost in patch["costs"].items() if cost == 2**50]
+    assert largest == ["train_peak_bytes", "allocator_peak_bytes", "predict_peak_bytes"]
     (line,) = read_records(record, "compare")
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
     page = comparisons_markdown([line, line])
@@ -131,9 +138,10 @@ def test_another_comparison_a_second_process_or_a_damaged_plan_is_refused(
         compare(*chosen)
     assert compare(*chosen) == 0
     commands.seen()
-    with pytest.raises(InputError, match=r"begun with these options, got another variants.*budget"):
-        compare(*chosen, "--epochs", 3, "--norm", "batch")
     path = out / "compare.json"
+    path.write_text(path.read_text().replace('split_hash": "', 'split_hash": "0'))
+    with pytest.raises(InputError, match="variants, split_hash, folds, validations and budget;"):
+        compare(*chosen, "--epochs", 3, "--norm", "batch", "--folds", 2, "--validations", 2)
     path.write_text(re.sub('"steps": [0-9]+', '"steps": "4"', path.read_text()))
     with pytest.raises(InputError, match=r"plan\[0\].steps must be"):
         compare(*chosen)
@@ -149,10 +157,6 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     assert difference["dice"]["seeds"] == 2
     assert difference["dice"]["mean"] < 0, "it is a voxel off"
     assert difference["dice"]["worse"] == difference["hd95_mm"]["worse"] == content["cases"]
-    costs = content["variants"]["patch"]["costs"]
-    events = read_events(out / "runs" / "patch-seed1")
-    steps = sum(event["event"] == "step" for event in events)
-    assert (costs["steps"], costs["voxels"]) == (steps, steps * 16**3)
     page = re.sub(r">\s+<", "><", (out / "report.html").read_text())
     assert "<td>mode</td><td>whole</td><td>patch</td>" in page
     for title in ("every case, mean", "over voxels", "over seconds"):
@@ -191,7 +195,7 @@ def test_a_variant_is_really_trained_and_scored(small, out, monkeypatch, without
     assert compare(*small, *words, "--variant", "p", "--mode patch --patch 16 16 16") == 0
     (run,) = results(out)["runs"]
     config = load_config(out / "runs/p-seed3")
-    assert (config.budget_minutes, config.validations) == (0.005, 1)
+    assert (config.budget_minutes, config.validations, config.seed) == (0.005, 1, 3)
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
 
 

@@ -43,7 +43,8 @@ def test_the_last_words_of_a_process_that_fails_say_why(program, tmp_path, code,
     program(f"import os, sys; print('epoch 1'); print({words!r}, file=sys.stderr); {end}")
     log = tmp_path / "log.txt"
     with pytest.raises(RunFailedError, match=words) as caught:
-        call(["train"], log, "a: train")
+        call(["train", "--mlflow", "http://a:s3cret@b"], log, "a: train")
+    assert "s3cret" not in log.read_text()
     assert caught.value.exit_code == max(code, 1)
     assert why in caught.value.why
     assert str(log) in str(caught.value)

@@ -7,7 +7,8 @@ import pytest
 from cpu3d.data.fold import with_fold
 from cpu3d.errors import InputError
 from cpu3d.experiments.variants import parse_variant, planned_variants
-from tests.cpu3d.runs import decided, written_weights
+from cpu3d.plan import make_plan
+from tests.cpu3d.runs import HOST, decided, written_weights
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
@@ -51,14 +52,18 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
     planned = courses(phantom_store, variants, 7, 3)
     voxels = {}
     for name, variant in planned.items():
-        config = decided(phantom_store, tmp_path, **variant.settings)
+        plan = make_plan(phantom_store, tmp_path, HOST, variant.settings)
+        config = plan.config
         assert (config.steps, config.validations) == (variant.steps, 3)
+        assert variant.run_s == pytest.approx(plan.training_s)
+        assert variant.settings["policy"] == config.unet.policy
         sample = math.prod(config.grid) * config.batch
         voxels[name] = variant.steps * sample
         assert abs(voxels[name] - voxels["whole"]) <= sample
     assert planned["whole"].steps == 7 * 4
-    halved = courses(phantom_store, {"a": {**SMALL, "curriculum": "half"}}, 7)
-    assert halved["a"].steps == 7 * 4
+    halved = courses(phantom_store, {"a": SMALL, "b": {**SMALL, "curriculum": "half"}}, 7)
+    # 80 of them at 12 x 20 x 16 of 24 x 36 x 32 voxels
+    assert halved["b"].steps == 97
     few = courses(phantom_store, {"whole": SMALL, "small": variants["small"]}, validations=9)
     assert few["whole"].steps < 9 < few["small"].steps
     for variant in few.values():  # as many as the shortest can have

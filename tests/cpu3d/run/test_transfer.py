@@ -204,12 +204,13 @@ def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp
         plan_from(source, phantom_store, tmp_path, filters=8, norm="batch")
 
 
-def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_path):
+def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     options = {**OPTIONS, "depth": 3}
     trained = decided(phantom_store, tmp_path / "none", **options, strides=2 * ((2, 2, 2),))
     source = written_weights(trained, tmp_path / "source")
     store = of_voxels(phantom_store, 1.0, 1.0, 5.0)  # which would have others by itself
-    options["init"] = str(source)
+    options["init"] = source.name
     plan = make_plan(store, tmp_path / "run", HOST, options)
     assert plan.config.unet == trained.unet
     assert str(source) in plan.reasons["strides"]

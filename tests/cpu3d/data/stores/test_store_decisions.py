@@ -22,9 +22,10 @@ SPLIT = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
 
 
 def in_boxes(*boxes, **fields):
-    """A store of cases, two to train on, one to validate, one to test, that have these boxes."""
+    """A store of cases, two to train on, one to validate, one to test unless the split is another,
+    that have these boxes."""
     records = []
-    for case_id, shape in zip("abcd", boxes):
+    for case_id, shape in zip("abcdef", boxes):
         box = whole(shape)
         records.append(make_record(case_id, shape=shape, stored=box, box=box))
     return Store(Path("store"), manifest_of(records, SPLIT, **fields))
