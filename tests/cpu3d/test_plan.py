@@ -497,10 +497,10 @@ def test_what_a_run_does_besides_its_full_steps_follows_from_its_cases(planned):
     """Variables are held twice where steps are timed, and where there are coarse steps."""
     boxes = ((32, 32, 32), (48, 32, 32), (64, 48, 32), (40, 40, 40), *[(24, 24, 24)] * 2)
     split = {"train": tuple("abc"), "val": tuple("def"), "test": ()}
-    store = in_boxes(*boxes, split=split)
+    store = in_boxes(*boxes)
     *cases, last = store.manifest.cases
     cases.append(dataclasses.replace(last, label_voxels={}))
-    store = Store(store.folder, remake(store.manifest, cases=cases))
+    store = Store(store.folder, remake(store.manifest, cases=cases, split=split))
     extra = ExtraMemory(copies=2, judged_shape=(40, 40, 40), cases=6)
     coarse = {"copies": 1, "volume_shape": (64, 48, 32), "resolution": (0.5, 0.5, 0.5)}
     plan = planned(store=store, curriculum="half", steps=0, budget_minutes=4.0)

@@ -22,8 +22,8 @@ SPLIT = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
 
 
 def in_boxes(*boxes, **fields):
-    """A store of cases, two to train on, one to validate, one to test unless the split is another,
-    that have these boxes."""
+    """A store of cases, two to train on, one to validate, one to test, others in no part, that have
+    these boxes."""
     records = []
     for case_id, shape in zip("abcdef", boxes):
         box = whole(shape)
