@@ -12,29 +12,16 @@ import pytest
 
 from cpu3d.distributed import all_reduce
 from cpu3d.distributed.all_reduce import (
-    ALONE,
     SharedMemory,
     array_from_chief,
-    join,
     lost_by_message,
     text_from_chief,
 )
-from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
 from cpu3d.distributed.cluster import Cluster, free_ports
 from cpu3d.distributed.rendezvous import meet
 from cpu3d.errors import WorkerLostError
 from cpu3d.util.child import ROOT
 from tests.cpu3d.distributed.threads import together
-
-
-def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
-    assert join(ALONE_CLUSTER) is ALONE
-    vector = np.arange(3)
-    assert ALONE.sum(vector) is vector
-    assert array_from_chief(ALONE, vector) is vector
-    assert text_from_chief(ALONE, "so") == "so"
-    assert ALONE.is_chief
-
 
 # --- What the chief knows ---
 

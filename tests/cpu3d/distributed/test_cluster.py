@@ -68,7 +68,7 @@ def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
     cluster = from_hosts(("A", "fe80::2", "[fe80::3]"), 2, (5000, 5001), 2)
     hosts = ("a", "[fe80::2]", "[fe80::3]")
     assert cluster.addresses == tuple(f"{host}:{port}" for host in hosts for port in (5000, 5001))
-    assert cluster.local_ranks == (2, 3)
+    assert (cluster.local_ranks, cluster.local_index) == ((2, 3), 0)
     assert cluster.hosts[::2] == ("a", "fe80::2", "fe80::3")
 
 

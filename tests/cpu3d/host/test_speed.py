@@ -8,6 +8,7 @@ import pytest
 
 from cpu3d.host.speed import Observer, computes_as_predicted, keep_training
 from cpu3d.util.atomic import write_json
+from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants, host_file
 from memory_estimator.common.files import read_json
 from memory_estimator.estimate import estimate
@@ -81,13 +82,17 @@ def test_few_steps_and_small_grids_say_nothing_of_the_host():
     assert not observed(JOB, [1.0] * 3)  # one of them compiles
 
 
-def test_a_failure_to_keep_it_is_a_warning(monkeypatch, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
-    assert not observed(JOB, [1.0] * 4)
-    assert "not kept for the estimator: " in capsys.readouterr().err
+def test_a_failure_to_keep_it_as_another_process_writes_is_a_warning(capsys):
+    folder = host_file(HOST).parent
+    folder.mkdir(parents=True)
+    with locked(folder, "folder"):
+        assert not observed(JOB, [1.0] * 4)
+    assert "not kept for the estimator: folder " in capsys.readouterr().err
 
 
 def test_seconds_are_kept_of_the_best_native_operations_alone(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setenv("CPU3D_INSTRUCTION_SET", "avx2")
+        assert not computes_as_predicted()
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     assert not computes_as_predicted()  # none is there

@@ -49,11 +49,16 @@ def limit_files(size):
 
 
 LOW = "memory must keep 64 MiB free"  # the watchdog's; test_watchdog tests when
-# exit code -> fault before the third step, message, last step kept
+# exit code -> fault before the third step, message, last step kept, reason in the log
 FAULTS = {
-    1: (lambda patch: limit_files(100_000), "last checkpoint is step-00000002.npz", 2),
-    5: (lambda patch: patch.setattr(Watchdog, "why", LOW), f"{LOW}; stopped and saved", 3),
-    143: (lambda patch: signal.raise_signal(signal.SIGTERM), "saved after step 3", 3),
+    1: (lambda patch: limit_files(100_000), "last checkpoint is step-00000002.npz", 2, None),
+    5: (lambda patch: patch.setattr(Watchdog, "why", LOW), f"{LOW}; stopped", 3, "memory"),
+    143: (
+        lambda patch: signal.raise_signal(signal.SIGTERM),
+        "saved after step 3",
+        3,
+        "interrupted",
+    ),
 }
 
 
@@ -61,7 +66,7 @@ FAULTS = {
 def test_a_fault_ends_with_its_code_and_the_run_continues(
     phantom_store, whole, tmp_path, monkeypatch, capsys, code
 ):
-    fault, message, kept = FAULTS[code]
+    fault, message, kept, reason = FAULTS[code]
     step = HeavyLearner.step
 
     def faulty_step(self, micro_batches, *rest):
@@ -79,6 +84,7 @@ def test_a_fault_ends_with_its_code_and_the_run_continues(
         limit_files(NO_LIMIT)
     assert message in capsys.readouterr().err
     assert newest(tmp_path).state["step"] == kept
+    assert last_event(tmp_path).get("reason") == reason
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert main(command(phantom_store, tmp_path)) == 0
     assert_same_run(tmp_path, whole)

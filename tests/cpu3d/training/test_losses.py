@@ -38,11 +38,6 @@ def volume(values, shape=(1, 2, 2, 1, 1)):
     return tf.reshape(tf.constant(values, tf.float32), shape)
 
 
-def logit(probabilities):
-    p = np.clip(probabilities, 1e-9, 1 - 1e-7)
-    return volume(np.log(p / (1 - p)))
-
-
 def by_definition(target, logits):
     """The loss spelled out, for automatic differentiation."""
     logits = tf.cast(logits, tf.float32)
@@ -53,20 +48,6 @@ def by_definition(target, logits):
     hard = tf.reduce_sum(tf.nn.sigmoid_cross_entropy_with_logits(t, logits) - errors, voxels)
     hard /= tf.stop_gradient(tf.reduce_sum(errors, voxels) + 1)
     return 1 - tf.reduce_mean(dice) + 0.1 * tf.reduce_mean(hard), dice
-
-
-@pytest.mark.parametrize(
-    ("target", "probabilities", "dice"),
-    [
-        # overlap 0.5 + 1 = 1.5, sizes 0.5 + 1 + 0.5 = 2 and 2: (2 * 1.5 + 1) / (2 + 2 + 1)
-        ([1, 1, 0, 0], [0.5, 1, 0.5, 0], 0.8),
-        ([0, 0, 0, 0], [1, 1, 1, 0], 1 / 4),
-    ],
-)
-def test_soft_dice_of_four_voxels(target, probabilities, dice):
-    np.testing.assert_allclose(
-        dice_cross_entropy(volume(target), logit(probabilities))[1], [[dice]], rtol=1e-6
-    )
 
 
 def test_heads_weigh_one_half_quarter_by_resolution():

@@ -12,9 +12,8 @@ from cpu3d.__main__ import main
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.decisions import job_of
+from cpu3d.distributed.cluster import Cluster
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.host.speed import Observer
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -28,7 +27,6 @@ from memory_estimator.host import read_host
 from tests.cpu3d.runs import (
     SMALL,
     assert_cut_and_continued_is_uninterrupted,
-    assert_same_weights,
     start,
     steps_of,
     stored,
@@ -68,16 +66,15 @@ def learnt(phantom_store, tmp_path_factory):
     return folder
 
 
-@pytest.mark.usefixtures("needs_native")
-def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
-    phantom_store, learnt, tmp_path, monkeypatch
+@pytest.mark.usefixtures("needs_native", "without_network")
+@pytest.mark.parametrize("freeze", ["none", "encoder"])
+def test_what_whole_steps_show_of_the_host_is_kept(
+    phantom_store, learnt, tmp_path, monkeypatch, freeze
 ):
     monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
-    fit = start(phantom_store, tmp_path, **LEARNT)
-    job = job_of(fit.config, fit.config.grid, threads=2, cases=0)
-    fit.run(observer=Observer(job, read_host(), warm_up=2))
-    assert_same_weights(tmp_path, learnt)
-    assert find_constants().scale(job.unet.dtype).threads == 2
+    settings = {**SMALL, **LEARNT, "init": str(learnt), "freeze": freeze}
+    train(phantom_store.folder, tmp_path, settings=settings)
+    assert bool(find_constants().scales) == (freeze == "none")
 
 
 def test_a_run_learns_and_its_best_weights_are_those_of_its_only_validation(learnt):
@@ -247,7 +244,10 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     plan = json.loads((tmp_path / "plan.json").read_text())
     parts = (plan, plan["config"], plan["run"], plan["schedule"])
     assert [part["steps"] for part in parts] == 4 * [config.steps] == 4 * [4]
-    assert read_heartbeats(tmp_path)[0].steps == 4
+    beat = read_heartbeats(tmp_path)[0]
+    longest_s = max(step["step_s"] for step in steps_of(tmp_path))
+    assert (beat.steps, beat.longest_step_s) == (4, longest_s)
+    assert beat.bound_bytes == pytest.approx(plan["run"]["upper_bound_bytes"], rel=1e-3)
     steps_s = 4 * plan["predicted"]["step_s"]
     assert plan["training_s"] == pytest.approx(steps_s)
     assert plan["run"]["steps_s"] == pytest.approx(steps_s)
@@ -269,8 +269,10 @@ def with_free(monkeypatch, free_bytes):
 def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(
     refused, tmp_path, monkeypatch, more
 ):
-    with_free(monkeypatch, 10 * 2**20)
-    assert "got 10 MiB free" in refused(*more, code=3)
+    """A worker has its part of what is free."""
+    with_free(monkeypatch, 20 * 2**20)
+    monkeypatch.setenv("TF_CONFIG", Cluster(("a:1", "a:2")).as_tf_config())
+    assert "got 10 MiB free" in refused("--batch", "2", *more, code=3)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cpu3d.data.fold import with_fold
 from cpu3d.host.memory import allocator_peak_bytes
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
@@ -79,7 +80,7 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
     ("settings", "resolution"),
     [
         ({}, 1),
-        ({"extent": "full", "depth": 4}, 1),
+        ({"extent": "full", "depth": 4, "norm": "batch"}, 1),
         ({"curriculum": "half", "steps": 2, "strides": ((2, 2, 1),)}, 0.5),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
 ):
     """Also where zeros are added around a volume, whose voxels count in neither, and after the last
     coarse step."""
-    chosen = {"steps": 1, "validations": 2, "learning_rate": 1e-6, **settings}
+    chosen = {"steps": 1, "validations": 2, "learning_rate": 1e-6, "fold": "1/2", **settings}
     fit = start(phantom_store, tmp_path, **chosen)
     fit.steps = 1
     rng = np.random.default_rng(0)
@@ -100,7 +101,7 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "validation"]
     # A validation sees each case once, and no mirror images of it.
     predictor = load_predictor(tmp_path, inference=Inference(flips=False))
-    scores = evaluate_split(predictor, phantom_store, "val", tmp_path)
+    scores = evaluate_split(predictor, with_fold(phantom_store, "1/2"), "val", tmp_path)
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
     assert event["dice"] == pytest.approx(dice, abs=1e-9)
     assert event["mean_dice"] == pytest.approx(scores["mean_dice"])

@@ -32,6 +32,7 @@ PLAN = {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}
         ([(5000, 400), (1000, 4000)], {}, "stop"),
         # Next to nothing, and less and less.
         ([(5000, 40), (5000, 20)], {}, "end"),
+        ([(5000, 20), (5000, 20)], {}, "stop"),
         # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept.
         ([(1000, 5200), (6000, 110)], PLAN, ""),
         ([(1000, 5200), (6000, 90)], PLAN, "stop"),

@@ -2,7 +2,6 @@ import contextlib
 import errno
 import os
 import pickle
-import stat
 import subprocess
 import sys
 import tempfile
@@ -73,17 +72,6 @@ def test_a_full_disk_names_the_file_and_that_nothing_is_lost(path, monkeypatch):
     assert str(again) == str(raised.value)
     assert path.read_bytes() == b"old"
     assert os.listdir(path.parent) == ["a.bin"]
-
-
-def test_files_are_as_readable_as_the_umask_says(path):
-    before = os.umask(0o027)
-    try:
-        with atomic_write(path, "w") as file:
-            file.write("é")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert path.read_text("utf-8") == "é"
 
 
 def test_only_unfinished_files_of_this_program_are_removed(path):
