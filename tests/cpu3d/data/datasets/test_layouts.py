@@ -50,7 +50,7 @@ def test_paediatric_cases_are_never_read_with_the_codes_of_gliomas(tmp_path):
 def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay(tmp_path):
     brats_case(tmp_path / "b/good")
     (tmp_path / "b/good/._good-seg.nii.gz").touch()  # as macOS leaves it
-    brats_case(tmp_path / "b/.trash")
+    brats_case(tmp_path / "b/.trash/old")
     first = brats_case(tmp_path / "b/bad1")
     first["t1c"].unlink()
     first["seg"].unlink()
