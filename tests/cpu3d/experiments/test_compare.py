@@ -88,7 +88,7 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
     (line,) = read_records(record, "compare")
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
     page = comparisons_markdown([line, line])
-    assert any(row.startswith("| mean | patch | Dice | ") for row in page)
+    assert any(row.startswith("| ET | patch | HD95 (less is better) | **") for row in page)
     assert page == comparisons_markdown([line]), "the newest of a title counts"
 
 

@@ -32,12 +32,13 @@ STEP = {"event": "step", "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0}
 
 @pytest.fixture
 def run(tmp_path):
-    """120 of 4000 steps of 2 s, a validation of 120 s after the 100th and a checkpoint of 120 s."""
+    """120 of 4000 steps, a validation of 120 s after the 100th and a checkpoint of 120 s."""
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     save_config(RunConfig(steps=4000), folder)
     events = [{"event": "start", "step": 0}]
-    events += [{**STEP, "step": step, "loss": step / 100} for step in range(1, 121)]
+    for step in range(1, 121):  # of 2 s, as the last 50, or 3
+        events.append({**STEP, "step": step, "loss": step / 100, "step_s": 2.0 + (step < 70)})
     scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8}
     events[101:101] = [
         {"event": "validation", "step": 100, "seconds": 120.0, **scores},
