@@ -16,7 +16,6 @@ from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
 from cpu3d.data.stores.store_decisions import median_extent
-from cpu3d.decisions import largest_extent
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
@@ -31,7 +30,7 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
 from memory_estimator.sources import read_run
-from memory_estimator.training import ExtraMemory, Schedule, whole_volume_bytes
+from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
 from models.strides import network_grid
@@ -519,28 +518,11 @@ def test_what_a_run_does_besides_its_full_steps_follows_from_its_cases(planned):
         flips=8,
         scored_voxels=40**3,
     )
-    assert planned(store=store, **PATCH).schedule.windows == 5 * 3 * 3, "of the median case"
-
-
-# --- Runs whose steps see less than whole volumes ---
-
-
-@pytest.mark.parametrize("settings", [{}, PATCH])
-def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
-    phantom_store, planned, settings
-):
-    full = planned(policy="speed", **settings).forecast.full
-    extra = 0
-    if settings:
-        config = planned(**settings).config
-        volume = config.grid_of(largest_extent(phantom_store, config))
-        extra = whole_volume_bytes(full.job, volume, (1, 1, 1))
-    alone = estimate(full.job, full.constants, full.accuracy)
-    assert full.upper_bound_bytes == alone.upper_bound_bytes + extra
-    split = {**phantom_store.manifest.split, "val": ()}
-    store = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, split=split))
-    without = planned(store=store, policy="speed", **settings).forecast.full.upper_bound_bytes
-    assert without == full.upper_bound_bytes - extra, "no validation, no volume"
+    patches = planned(store=store, **PATCH).schedule
+    assert patches.windows == 5 * 3 * 3  # of the median case
+    assert patches.extra.volume_shape == (64, 48, 40)
+    unseen = Store(store.folder, dataclasses.replace(store.manifest, split={**split, "val": ()}))
+    assert planned(store=unseen, **PATCH).schedule.extra.volume_shape is None
 
 
 # --- Patches ---

@@ -69,5 +69,5 @@ def test_a_difference_that_seeds_alone_may_make_does_not_count():
     assert not is_significant(result)
     assert is_significant(paired_difference(differences + 1, np.zeros((3, 4))))
     assert not is_significant(paired_difference(differences[2:], np.zeros((1, 4)))), "a single seed"
-    of_cases = np.array([[1.0, -0.5]] * 3)  # in which all seeds agree
-    assert not is_significant(paired_difference(of_cases, np.zeros((3, 2))))
+    # All seeds agree, but the cases do not.
+    assert not is_significant(paired_difference(np.array([[1.0, -0.5]] * 3), np.zeros((3, 2))))

@@ -76,7 +76,7 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
         assert case["truth"]
         assert len(case["predictions"]) == 1
         assert f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"]
-    assert re.search(" e WT .* f WT ", text), "the worst case first"
+    assert re.search(" e WT .* f WT ", text)  # the worst case first
     assert "waiting for data 1.0%" in text  # 0.02 of 2 s
     assert "9.1%" in text  # 2 x (3 + 1) s beside 40 x 2 s
     for part in ("Loss", "Dice", "Time", "Learning rate", "Memory"):

@@ -177,7 +177,5 @@ def test_what_is_left_is_at_the_pace_of_the_last_attempt(events, step_s):
     assert left == (None if step_s is None else pytest.approx(100 * step_s))
     for unknown in (None, 23):
         assert Pace(events).seconds_left(24, unknown) is None
-
-
-def test_coarse_steps_that_are_left_take_what_was_predicted_of_them():
+    # coarse ones as was predicted of them
     assert Pace([START]).seconds_left(1, 10) == 1 + 8 * 5
