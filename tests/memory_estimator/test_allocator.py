@@ -20,7 +20,6 @@ from memory_estimator.step.timeline import (
     Tensor,
     rounded,
     timeline,
-    walk,
 )
 from models.native.library import native_operations
 
@@ -119,13 +118,6 @@ def live(program):
     return [live // GRANULE_BYTES for live in timeline(program).live_bytes]
 
 
-def calls(program):
-    return [
-        (op.name, [tensor.name for tensor in op.taken], freed)
-        for op, freed in walk(program.ops, set())
-    ]
-
-
 def test_a_tensor_goes_with_the_last_operation_that_reads_it():
     program = Program(
         (tensor("image", 1),),
@@ -142,34 +134,3 @@ def test_a_tensor_goes_with_the_last_operation_that_reads_it():
     assert line.peak_op == "c"
     assert line.peak_bytes == 1111 * GRANULE_BYTES
     assert [held.name for held in line.peak_tensors] == ["z", "y", "x", "image"]
-
-
-def test_scratch_lives_during_its_operation_alone_and_goes_first():
-    scratch = (tensor("s", 20), tensor("t", 40))
-    ops = (
-        StepOp("a", "conv", writes=(tensor("x", 1),), scratch=scratch),
-        StepOp("b", "reduce", ("x",)),
-    )
-    program = Program((), ops)
-    assert live(program) == [61, 1]
-    assert calls(program) == [("a", ["x", "s", "t"], ["t", "s"]), ("b", [], ["x"])]
-
-
-def test_a_result_in_place_takes_nothing_and_gives_back_what_it_lies_in():
-    program = Program(
-        (),
-        (
-            StepOp("a", "conv", writes=(tensor("x", 8192),)),
-            StepOp("b", "pointwise", ("x",), (tensor("y", 8192),), takes_over="x"),
-            StepOp(
-                "c", "pointwise", ("y",), (tensor("z", 8192), tensor("mask", 4096)), takes_over="y"
-            ),
-            StepOp("d", "reduce", ("z", "mask")),
-        ),
-    )
-    # The first output takes the memory of the input; all others are new.
-    assert live(program) == [8192, 8192, 12288, 12288]
-    assert calls(program)[1:] == [("b", [], []), ("c", ["mask"], []), ("d", [], ["z", "mask"])]
-    allocator = Allocator()
-    allocator.run(walk(program.ops, set()))
-    assert (allocator.counted_bytes, allocator.peak_bytes) == (0, 12288 * GRANULE_BYTES)

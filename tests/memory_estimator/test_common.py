@@ -162,16 +162,19 @@ def parsed(line, kind=Options):
 
 
 def test_settings_come_from_a_command_line_and_go_back_to_it():
-    line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3 "
+    line = "--store s --batch 9 --rate 0.25 --no-flip --no-quick --shape 1 2 3 "
     line += "--peer x --peer y --names a b --strides 2,2,1 2,2,2"
     args = parsed(line)
     strides = ((2, 2, 1), (2, 2, 2))
     assert from_args(Options, args) == Options(
-        Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"), strides
+        Path("s"), 9, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"), strides
     )
     assert to_command_line(Options, given_options(Options, args)) == line.split()
-    with pytest.raises(ValueError, match="--rate must be below 1, got 1"):
-        from_args(Options, parsed("--store s --rate 1"))
+    for wrong, rule in (("rate 1", "below 1"), ("rate 0", "above 0"), ("batch 10", "at most 9")):
+        with pytest.raises(ValueError, match=f"must be {rule}, got"):
+            from_args(Options, parsed(f"--store s --{wrong}"))
+    with pytest.raises(SystemExit):  # the one or the other
+        parsed("--store s --name a --names b")
     rest = "train --steps 3"
     assert from_args(Rest, parsed(rest, Rest)).words == tuple(rest.split())
 

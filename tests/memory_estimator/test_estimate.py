@@ -127,6 +127,8 @@ def test_a_job_like_those_recorded_has_their_errors_whatever_its_size_and_says_o
     result = of(SMALL, shape=(240, 240, 160), batch=3)
     assert result.kind == RECORDED.kinds[0]
     assert result.upper_bound_bytes == result.kind.upper_bound(result.process_peak_bytes)
+    mib = 2**20
+    assert [result.kind.upper_bound(peak * mib) for peak in (5, 100)] == [6 * mib, 110 * mib]
     errors = result.to_json()["errors"]
     assert errors["process_peak"] == errors["step_s"] == "± 1.0%, worst 2.0%"
 

@@ -32,10 +32,12 @@ def test_a_table_has_steps_grids_and_seconds_as_of_another_host():
     assert time_line(forecast).startswith("about 80 s in all")
 
 
-def test_of_many_cases_those_in_the_middle_of_each_few_are_priced():
-    grids = ((32, 32, 32), MEASURED.shape, (32, 32, 32)) * 30
+def test_seconds_are_the_mean_over_cases_of_which_the_smallest_and_the_median_are_named():
+    grids = sorted(((32, 32, 32), (64, 64, 64), MEASURED.shape) * 30)
     made = Schedule(grids=grids).forecast(MEASURED, load_constants("avx2"), load_accuracy())
-    assert made.full_step_s == made.full.step_s
+    steps = [*dict(made.by_case).values(), made.full]
+    assert [step.job.shape[0] for step in steps] == [32, 64, 96]
+    assert made.full_step_s == pytest.approx(sum(step.step_s for step in steps) / 3)
 
 
 @pytest.mark.parametrize(

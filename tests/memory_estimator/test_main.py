@@ -158,12 +158,14 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
         steps=12,
         coarse_steps=10,
         coarse_shape=(32, 32, 32),
-        extra=ExtraMemory(copies=1),
+        extra=ExtraMemory(copies=1, judged_shape=(128, 128, 128)),
         validations=3,
         held_out=2,
         decided=2,
         flips=8,
         scored_voxels=10**6,
+        windows=3,
+        coarse_windows=2,
     )
     content = of_run(write_plan(tmp_path, JOB, 1, schedule=schedule), capsys)
     alone = of_run(write_plan(tmp_path, JOB, 1, schedule=Schedule()), capsys)
@@ -174,14 +176,18 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
     assert content["policy"]["reason"] == "given"  # the run's
     assert coarse_s < full_s / 4
     steps_s = 10 * coarse_s + 2 * full_s
-    # A pass is a third of a step: six of them, and then for each of two cases eight.
-    parts = [steps_s, 6 / 3 * steps_s / 12, 2 * (8 / 3 * full_s + 0.5)]
+    windows_s = 10 * 2 * coarse_s + 2 * 3 * full_s
+    # A window is a third of a step: of six cases, and then of each of two cases eight times.
+    parts = [steps_s, 6 / 3 * windows_s / 12, 2 * (8 * full_s + 0.5)]
     names = ("steps_s", "validation_s", "postprocessing_s", "all_s")
     assert [run[name] for name in names] == pytest.approx([*parts, sum(parts)])
     extra = {part["name"]: part["bytes"] for part in content["extra"]}
     assert extra["left by coarse steps"] == run["coarse"]["allocator_peak_bytes"]
-    more = extra["left by coarse steps"] + extra["variables, once more"]
+    more = sum(extra.values())
     assert content["upper_bound_bytes"] == alone["upper_bound_bytes"] + more
+    # What post-processing takes is held after the steps, what coarse ones leave in part at most.
+    held = content["process_peak_bytes"] + extra["variables, once more"]
+    assert held <= run["process_peak_bytes"] < held + extra["left by coarse steps"]
 
 
 @pytest.mark.parametrize("more", ["", "--policy auto"])
