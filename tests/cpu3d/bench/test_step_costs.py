@@ -26,15 +26,18 @@ def bench(options, *more):
 
 def test_a_step_is_measured_and_recorded(tmp_path, capsys):
     record = tmp_path / "new" / "step.jsonl"
-    tiny = "--shape 32 32 32 --filters 8 --depth 2 --steps 2 --batch 2"
+    tiny = "--shape 32 32 32 --filters 8 --depth 2 --steps 2 --batch 2 --threads 3"
     assert bench(STEP + tiny, "--record", str(record)) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["batch"], result["micro_batch"]) == (2, 1)
+    assert result["threads"]["TF_NUM_INTRAOP_THREADS"] == "3"
     (row,) = result["rows"]
     assert 0 < row["allocator_peak_bytes"] < row["process_peak_bytes"]
     assert 0 < row["predicted"]["process_peak_bytes"] < row["predicted"]["upper_bound_bytes"]
     (kept,) = read_records(record, "policies")
-    assert [cells[0] for cells in step_table(kept).rows] == ["lean", "predicted"]
+    own, predicted = step_table(kept).rows
+    assert (own[0], predicted[0]) == ("lean", "predicted")
+    assert own[2] == f"{row['process_peak_bytes'] / 2**30:.2f}"
 
 
 @pytest.mark.usefixtures("needs_native")  # layers are predicted roughly

@@ -76,7 +76,7 @@ import os, sys
 from cpu3d.distributed.cluster import read_cluster
 assert os.environ["PYTHONSAFEPATH"]  # whatever the caller's folder holds
 cluster = read_cluster(os.environ)
-print(f"worker {cluster.rank} of {cluster.workers}", " ".join(sys.argv[1:]), flush=True)
+print(f"worker {cluster.rank} of {cluster.workers}", *sys.argv[1:], os.environ["PYTHONSAFEPATH"])
 """
 
 
@@ -97,14 +97,15 @@ def train(folder, *more):
 
 def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     words = train(tmp_path, "--batch", 2, "--filters", 8)
-    assert run_command(launch, "--workers", 2, *words) == 0
+    for _ in range(2):
+        assert run_command(launch, "--workers", 2, *words) == 0
     for rank in (0, 1):
-        _, line = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
-        assert line == f"worker {rank} of 2 {' '.join(map(str, words))}"
+        *_, line = (tmp_path / "run" / "logs" / f"worker-{rank}.log").read_text().splitlines()
+        assert line == f"worker {rank} of 2 {' '.join(map(str, words))} 1"
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search("2 workers on 1 host.* logs: .*worker-1.log", printed)
-    assert "worker 0 of 2 train" in printed, "the chief's words are shown"
-    assert "worker 1 of 2 train" not in printed
+    assert printed.count("worker 0") == 2, "the chief's words are shown, once each"
+    assert "worker 1" not in printed
     assert "finished after " in printed
 
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,10 +77,13 @@ def test_all_come_with_the_chief_s_plan_and_their_ports_are_free_again(three):
 
 
 @ON_LINUX
-def test_another_user_of_the_host_is_not_heard(monkeypatch):
-    three = Cluster(addresses(3))
-    monkeypatch.setattr(rendezvous.os, "geteuid", lambda: 54321)
-    for error in meeting_of([three.of_rank(rank) for rank in range(3)], limit_s=0.3):
+@pytest.mark.parametrize("stranger", "01")
+def test_another_user_of_the_host_is_not_heard(monkeypatch, stranger):
+    """By the chief, rank 0, or by the other, each of which is a thread that ends in its rank."""
+    two = Cluster(addresses(2))
+    is_stranger = lambda: threading.current_thread().name.endswith(stranger)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + is_stranger())
+    for error in meeting_of([two, two.of_rank(1)], limit_s=0.3):
         assert isinstance(error, WorkerLostError)
 
 

@@ -54,6 +54,7 @@ def test_host_plan_and_checks_are_printed_and_a_failed_check_is_the_exit_code(
     for words in (
         "80 cores on 4 sockets",
         "plan of worker 1: CPUs 40-79,120-159",
+        "plan of worker 3: CPUs 60-79,140-159",
         "-> do something",
         "[bold]here[/bold]",
     ):

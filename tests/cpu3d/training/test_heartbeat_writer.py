@@ -41,12 +41,15 @@ def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkey
     sample = Sample({MACHINE: Room(70, 90), "a limit": Room(30, 40)}, 12, 3, swapped_bytes=2)
     monkeypatch.setattr(heartbeat_writer, "take_sample", lambda: sample)
     with HeartbeatWriter(tmp_path, say=print, rank=1, workers=2) as heart:
+        since = set()
         for step in range(6):
             heart.phase("computing", step=step)
+            since.add(heart.now.phase_since)
         time.sleep(2)
         beat = read_heartbeats(tmp_path)[1]
         assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
         assert (beat.free_bytes, beat.own_bytes) == (30, 13)
+        assert {beat.started} != since == {beat.phase_since}
         heart.now.stop = "memory runs low"
         heart.note_end("finished")
         heart.phase("deciding")
