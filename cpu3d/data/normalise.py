@@ -167,9 +167,11 @@ def _level(own: Statistics, each: Normalisation) -> Tuple[Any, float, Any, float
     elif each.kind is Kind.RESCALE:
         scale = 1 / (own.high - own.low)
         outside = (own.around - own.low) * scale
-    else:
+    elif each.kind is Kind.ZSCORE:
         scale = 1 / own.std
         outside = (own.around - own.mean) / own.std
+    else:
+        raise ValueError(f"normalisation {each.kind} must have a formula, got none; write it here")
     return (*endless, own.around), outside, endless, scale, 0.0
 
 
