@@ -77,6 +77,9 @@ def test_steps_count_the_voxels_of_their_grids_and_are_observed_as_if_on_the_lar
     for step in range(fit.steps):
         images = [image for image, _ in fit.data.training(step, step + 1)]
         voxels.append(sum(map(np.size, images)) / 4)
+    plain = start(phantom_store, tmp_path / "plain", epochs=1, augment="off", **how)
+    *_, (image, _) = plain.data.training(step, step + 1)
+    assert np.any(image != images[-1])
     assert fit.data.mean_voxels == np.mean(voxels)
     noted = []
     fit.run(SimpleNamespace(note=noted.append, record=lambda: None))

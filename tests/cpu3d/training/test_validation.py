@@ -57,7 +57,7 @@ def learner(grid, **network):
     )
 
 
-@pytest.mark.parametrize("ignored", [0, 0.5])
+@pytest.mark.parametrize("ignored", [0, 0.5, 1])
 def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_the_maps(ignored):
     learned = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
     learned.model.get_layer("head").bias.assign(np.zeros(4))  # about half of all are predicted
@@ -72,7 +72,8 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
     for region in range(4):  # painted wherever it or a smaller one is predicted
         predicted = (logits[..., region:] >= 0).any(-1) & (target[..., region] != IGNORED)
         true = target[..., region] == 1
-        dice = 2 * np.count_nonzero(predicted & true) / (predicted.sum() + true.sum())
+        total = predicted.sum() + true.sum()
+        dice = 2 * np.count_nonzero(predicted & true) / total if total else 1
         assert scores.dice[region] == pytest.approx(dice, abs=1e-12)
 
 
