@@ -15,7 +15,7 @@ from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
-from cpu3d.inference.scores_file import read_scores, scores_path, summarise
+from cpu3d.inference.scores_file import read_scores, scores_path, scores_table, summarise
 from tests.cpu3d.conftest import LABELS, make_store
 from tests.cpu3d.data.made_datasets import content_of
 from tests.cpu3d.runs import run_command
@@ -64,12 +64,14 @@ def test_a_right_answer_scores_one_on_the_source_s_grid(
 def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
     fake_predictor.shift = 1
     scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, tolerance_mm=0.5)
-    # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay.
+    # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay,
+    # and WT one of 5.
     for case in scores["cases"]:
         tumour, core = case["regions"]["ET"], case["regions"]["TC"]
         assert (tumour["dice"], tumour["surface_dice"], tumour["hd95_mm"]) == (0, 0, 1)
         assert core["dice"] == pytest.approx(18 / 27)
         assert core["truth_ml"] == pytest.approx(27 * 2e-3)
+        assert case["mean_dice"] == pytest.approx((4 / 5 + 18 / 27 + 0) / 3)
     assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
 
 
@@ -99,18 +101,23 @@ def test_the_summary_is_worked_out_by_hand():
             "regions": {"WT": {**dict.fromkeys(METRICS, dice), "hd95_mm": hd95_mm, "empty": ""}}
         }
 
-    summary = summarise([case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)])["WT"]
+    cases = [case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)]
+    summary = summarise(cases)["WT"]
     expected = {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
     assert summary["dice"] == pytest.approx(expected)
     assert summary["hd95_mm"]["median"] == 3.0
+    scores = {"name": "", "split": "", "untouched": True, "tolerance_mm": 1, "cases": cases}
+    rows = scores_table({**scores, "summary": {"WT": summary}}).rows
+    assert rows[0] == ("WT", "Dice", "0.800 ± 0.216", "0.900")
 
 
 def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained, capsys):
-    assert run_command(evaluate, "--run", tiny_run) == 0
+    assert run_command(evaluate, "--run", tiny_run, "--tolerance", 3) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()
     assert "worst by mean Dice: e 1.000, f 1.000" in out
     assert "Dice 1.000 ± 0.000 1.000 HD95, mm 0.00 ± 0.00 0.00" in " ".join(out.split())
     assert "NOT untouched" not in err
+    assert test["tolerance_mm"] == 3
     assert trained == [(tiny_run, "best", Inference())]
     assert run_command(evaluate, "--run", tiny_run, "--split", "train", "--json") == 0
     out, err = capsys.readouterr()

@@ -9,8 +9,10 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.errors import InputError
+from cpu3d.inference.export.contract import contract
 from cpu3d.inference.export.formats import onnx_model, write_saved_model
 from cpu3d.inference.export.network import load_network
+from cpu3d.inference.postprocessing.rules import RAW
 from cpu3d.settings import RunConfig
 from models.config import NETWORKS, NORMS, UPS, UNetConfig
 from models.unet3d import build_unet3d, finest
@@ -138,6 +140,13 @@ def test_windows_take_the_volumes_statistics_and_give_logits(check_windows, by_s
     check_windows(by_saved_model)
 
 
+def test_a_program_is_told_how_to_slide_windows_and_to_mirror_them():
+    config, _ = settings_of(mode="patch", depth=3)
+    told = {"window": SIZE, "overlap": 0.5, "sigma": 0.125, "multiples": (4, 4, 4)}
+    told["mirrored_axes"] = (0, 1, 2)
+    assert told.items() <= contract(config, "onnx", RAW).items()
+
+
 @pytest.mark.usefixtures("mixing")
 def test_an_operation_that_tensorflow_alone_computes_is_in_a_saved_model_and_refused_in_onnx(
     check_windows, by_saved_model
@@ -147,12 +156,13 @@ def test_an_operation_that_tensorflow_alone_computes_is_in_a_saved_model_and_ref
     check_windows(by_saved_model)
 
 
-def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():
+def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan(by_saved_model):
     config, unet = settings_of()
-    model = onnx_model(config, random_weights(unet))
+    weights = random_weights(unet)
     image = raw_image()
-    image[..., 1] = 0
-    answer = run(model, image=image)
-    assert np.isfinite(answer).all()
-    image[..., 1] = 5
-    np.testing.assert_allclose(run(model, image=image), answer, atol=1e-6)
+    for answer in (by_onnx, by_saved_model):
+        image[..., 1] = 0
+        empty = answer(config, weights, image=image)
+        assert np.isfinite(empty).all()
+        image[..., 1] = 5
+        np.testing.assert_allclose(answer(config, weights, image=image), empty, atol=1e-6)

@@ -137,6 +137,8 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
         mean = Ensemble(predictors).probabilities(tiny_store.image("a"), tiny_store.case("a"))
         return np.asarray(mean)
 
+    alone = [FakePredictor(None, REGIONS, LABELS, inputs=(name,)) for name in ("T1gd", "FLAIR")]
+    assert Ensemble(alone).inputs == ("FLAIR", "T1gd")
     np.testing.assert_allclose(answer(0.2, 0.9, 0.7), 0.6 * answer(1), rtol=1e-6)
     same = answer(0.7, 0.7, 0.7)
     np.testing.assert_array_equal(same, answer(0.7))
@@ -174,7 +176,9 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
         load_configs([*fold_runs(""), tmp_path / "." / "run-1"])
     other = {
         "store_channels": ("T1gd", "FLAIR"),
+        "label_names": {**LABELS, 3: "cyst"},
         "region_codes": {**REGIONS, "ET": (2,)},
+        "regions": ("WT",),
         "split_hash": "another",
         "target_spacing_mm": (1.0, 1.0, 1.0),
     }
