@@ -38,7 +38,6 @@ PLANS = [
     ({}, {**TF, **SLURM}, ["a:1", "b:1"], (1,), "TF_CONFIG"),
     # each task of srun starts the workers of its host
     ({}, SLURM, ["n1:15016", "n1:15017", "n2:15016", "n2:15017"], (2, 3), "Slurm"),
-    ({"workers": 1, "port": 7000}, SLURM, ["n1:7000", "n2:7000"], (1,), "Slurm"),
 ]  # fmt: skip
 
 

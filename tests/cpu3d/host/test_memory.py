@@ -24,7 +24,7 @@ def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak(shari
     assert peak_rss_bytes() >= after.own_bytes - after.swapped_bytes + after.file_bytes - MIB
 
 
-@pytest.mark.parametrize(("peak", "counted"), [(5, 5), (0, None), (-5, None)])
+@pytest.mark.parametrize(("peak", "counted"), [(5, 5), (0, None)])
 def test_an_allocator_that_has_counted_nothing_has_no_peak(monkeypatch, peak, counted):
     import tensorflow as tf
 
