@@ -330,10 +330,10 @@ def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(
     answer = predictor.probabilities
     errors = {"a": DoesNotFitError("memory"), "d": DivergedError("not finite")}
 
-    def failing(image, record, channels):
+    def failing(image, record, *more):
         if record.case_id in errors:
             raise errors[record.case_id]
-        return answer(image, record, channels)
+        return answer(image, record, *more)
 
     monkeypatch.setattr(predictor, "probabilities", failing)
     with pytest.raises(DoesNotFitError) as caught:

@@ -73,6 +73,7 @@ def run(tiny_run, tmp_path, predictor):
     of_store = {"store": str(store.folder), "split_hash": store.manifest.split_hash}
     save_config(dataclasses.replace(load_config(tiny_run), **of_store), tiny_run)
     write_weights(tiny_run)
+    predictor.config = load_config(tiny_run)
     return tiny_run
 
 
