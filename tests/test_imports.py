@@ -31,6 +31,7 @@ def test_keras_is_reached_through_tensorflow_alone():
 
 
 def run_python(script, *arguments):
+    """The end of a script in a process of its own, with what it printed."""
     command = [sys.executable, "-c", script, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True)

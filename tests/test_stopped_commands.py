@@ -8,16 +8,14 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 
 import nibabel
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.util.atomic import PARTIAL
-from cpu3d.util.child import ROOT
 from tests.cpu3d.data.made_datasets import content_of
+from tests.test_imports import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -149,9 +147,7 @@ def test_a_command_that_is_killed_while_it_writes_leaves_whole_files(
 ):
     command = COMMANDS[name]
     count, before = counted_and_undone(command, here, begun, monkeypatch)
-    words = [sys.executable, "-c", KILLED, str((count + 1) // 2), *command.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(words, cwd=here, env=environment)
+    ended = run_python(KILLED, str((count + 1) // 2), *command.split())
     assert ended.returncode == -signal.SIGKILL
     assert_whole(here, before)
     assert main(command.split()) == 0

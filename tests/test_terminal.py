@@ -1,6 +1,8 @@
-"""Both command lines on a terminal that is not UTF-8, with names in other letters, and unread."""
+"""Both command lines on a terminal that is not UTF-8, with names in other letters, unread, and on
+a full disk."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -64,3 +66,11 @@ def test_a_reader_that_has_gone_away_ends_a_command_without_a_word(words):
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == (0 if "train" in words else 1)  # argparse itself passes over it
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_with_1_and_one_line():
+    with open("/dev/full", "w") as full:
+        done = call(*ESTIMATE, *MEASURED, stdout=full)
+    assert done.returncode == 1
+    assert re.fullmatch(b"error: .*No space left on device; free space .*\n", done.stderr)

@@ -114,10 +114,6 @@ def tensor(name, granules):
     return Tensor(name, granules * GRANULE_BYTES, Group.TRANSIENTS)
 
 
-def live(program):
-    return [live // GRANULE_BYTES for live in timeline(program).live_bytes]
-
-
 def test_a_tensor_goes_with_the_last_operation_that_reads_it():
     program = Program(
         (tensor("image", 1),),
@@ -128,9 +124,9 @@ def test_a_tensor_goes_with_the_last_operation_that_reads_it():
             StepOp("d", "reduce", ("z",)),
         ),
     )
-    # While c runs its inputs are there; after it x and y go.
-    assert live(program) == [11, 111, 1111, 1001]
     line = timeline(program)
+    # While c runs its inputs are there; after it x and y go.
+    assert [live // GRANULE_BYTES for live in line.live_bytes] == [11, 111, 1111, 1001]
     assert line.peak_op == "c"
     assert line.peak_bytes == 1111 * GRANULE_BYTES
     assert [held.name for held in line.peak_tensors] == ["z", "y", "x", "image"]

@@ -54,7 +54,6 @@ def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it
     "changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}]
 )
 def test_another_host_has_another_file(changes):
-    assert host_file(HOST) == host_file(dataclasses.replace(HOST))
     assert host_file(HOST) != host_file(dataclasses.replace(HOST, **changes))
 
 

@@ -12,9 +12,7 @@ from memory_estimator.step.timeline import Group, Tensor, Timeline
 from memory_estimator.training import ExtraMemory, run_estimate
 from models.config import POLICIES, UNetConfig
 
-SMALL = Job(
-    UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2
-)
+SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (96, 96, 96), threads=2)
 CONSTANTS = shipped_constants("avx512_bf16")
 VERSION = "TensorFlow 1, ITEX 1"
 

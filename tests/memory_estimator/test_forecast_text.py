@@ -52,7 +52,7 @@ def test_seconds_are_the_mean_over_cases_of_which_the_smallest_and_the_median_ar
 def test_hours_are_a_range_where_errors_are_known_within_the_budget(scales, budget_s, name, time):
     schedule = Schedule(steps=4, budget_s=budget_s)
     constants = dataclasses.replace(load_constants("avx512_bf16"), scales=scales)
-    made = schedule.forecast(MEASURED, constants, load_accuracy(versions=None))
+    made = schedule.forecast(MEASURED, constants, load_accuracy())
     kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
     full = dataclasses.replace(made.full, step_s=10.0, kind=kind)
     forecast = dataclasses.replace(made, full=full)

@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,8 @@ from memory_estimator.job import Job
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
+from tests.test_imports import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 SMALL = "--shape 64 64 64 --filters 8 --depth 4 --threads 2 --host-memory 64GiB"
 
 
@@ -283,9 +279,7 @@ print(json.dumps([code, peak, imported, time.process_time()]), file=sys.stderr)
 def cost(words):
     """The exit code, peak bytes, imported packages and CPU seconds of an estimate, for which some
     packages cannot be imported."""
-    command = [sys.executable, "-c", COST, *words.split()]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    return json.loads(done.stderr.splitlines()[-1])
+    return json.loads(run_python(COST, *words.split()).stderr.splitlines()[-1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads VmHWM")
@@ -304,14 +298,3 @@ def test_an_answer_takes_little_time_150_mib_and_no_tensorflow_at_any_size():
 def test_a_store_needs_no_package_but_those_that_are_named(phantom_store):
     code, _, imported, _ = cost(f"--store {phantom_store.folder} --host-memory 64GiB")
     assert (code, imported) == (0, ["cpu3d", "numpy"])
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_ends_with_1_and_one_line():
-    command = [sys.executable, "-m", "memory_estimator", *SMALL.split()]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert done.returncode == 1
-    assert re.fullmatch("error: .*No space left on device; free space .*\n", done.stderr)

@@ -26,7 +26,7 @@ from models.config import UNetConfig
 from models.strides import STRIDES
 
 GIB = 2**30
-JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)
+JOB = Job(shape=(240, 240, 160), batch=16, micro_batch=16)
 ONE_VOLUME = 240 * 240 * 160 * 16 * 4
 KEPT = {"speed": 4, "lean": 2}
 """Policy -> quarters of the memory."""

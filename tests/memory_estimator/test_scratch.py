@@ -2,9 +2,6 @@
 for any CPU, and at most where no library can be asked."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +15,7 @@ from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
 from tests.memory_estimator.test_training_step import JOBS
 from tests.models.native.reference import LIBRARY
+from tests.test_imports import run_python
 
 L2_BYTES = read_host().l2_bytes
 
@@ -135,7 +133,5 @@ for call in 3 * calls:
 grown, predicted = most_resident() - before, scratch_bytes(ops, threads, "avx2", {L2_BYTES})
 assert 0.7 * predicted < grown < 1.02 * predicted + 2**20, (grown / 2**20, predicted / 2**20)
 """
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(command, cwd=root, timeout=120, capture_output=True, text=True)
+    ended = run_python(script)
     assert ended.returncode == 0, ended.stderr

@@ -8,7 +8,6 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import NativeOperation, Program, StepOp
 from memory_estimator.step.timing import op_seconds
-from models.config import UNetConfig
 
 MIB = 2**20
 
@@ -27,11 +26,9 @@ CONSTANTS = dataclasses.replace(
     },
 )
 
-JOB = Job(UNetConfig(dtype="float32"))
-
 
 def seconds(*ops, threads=2, constants=CONSTANTS):
-    return sum(op_seconds(Program((), ops), constants, dataclasses.replace(JOB, threads=threads)))
+    return sum(op_seconds(Program((), ops), constants, Job(threads=threads)))
 
 
 def convolution(inputs, outputs, voxels=1000):

@@ -1,4 +1,4 @@
-"""Numbers of the loss, the optimizers and the network, as papers and records have them."""
+"""Numbers of the optimizers and the network, as papers and records have them."""
 
 import math
 
@@ -6,14 +6,7 @@ import pytest
 
 from models.config import UNetConfig
 from models.layers import PRIOR_LOGIT
-from models.losses import Sums, dice_cross_entropy
 from models.optimizers import OPTIMIZERS
-
-
-def test_the_loss_is_that_worked_out_by_hand():
-    # Errors are 3 + 4 - 2 * 2; the score is (2 * 2 + 1) / (3 + 4 + 1).
-    loss = dice_cross_entropy(Sums(cross_entropy=6.0, overlap=2.0, predicted=3.0, true=4.0))
-    assert float(loss) == pytest.approx(1 - 5 / 8 + 0.1 * (6 - 3) / (3 + 1))
 
 
 def test_muon_forgets_as_its_paper_says():

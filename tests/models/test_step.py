@@ -16,6 +16,8 @@ from models.engine import layers_have_bfloat16
 from models.layers import NormActivation
 from models.unet3d import build_unet3d
 
+pytestmark = pytest.mark.usefixtures("needs_native")
+
 GRID = (16, 8, 8)
 BATCH = 2
 
@@ -53,11 +55,6 @@ class Step(NamedTuple):
     logits: list
     gradients: list  # of the weights, and of the image
     weights: list
-
-
-@pytest.fixture(autouse=True)
-def _needs(needs_native):
-    pass
 
 
 def layers_of(model):

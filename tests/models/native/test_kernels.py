@@ -2,9 +2,6 @@
 functions alone."""
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ from tests.models.native.reference import (
     formed,
     norm_sums,
 )
+from tests.test_imports import run_python
 
 ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c", "amx_in_c_avx512")
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4), (2, 3, 3), (3, 3, 2)]
@@ -277,5 +275,5 @@ for channels in range(4, 124, 10):
 done.set()
 thread.join()
 """
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
+    ended = run_python(script)
+    assert ended.returncode == 0, ended.stderr

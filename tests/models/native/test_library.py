@@ -2,8 +2,6 @@
 those that do not."""
 
 import shutil
-import subprocess
-import sys
 import uuid
 
 import pytest
@@ -12,6 +10,7 @@ from memory_estimator.host import instruction_set, read_host
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import InstructionSetError, native_operations
+from tests.test_imports import run_python
 
 VARIABLE = "CPU3D_INSTRUCTION_SET"
 
@@ -85,8 +84,7 @@ print(native_operations().why)
 
 
 def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(needs_native):
-    command = [sys.executable, "-c", REFUSED]
-    done = subprocess.run(command, cwd=build.HERE.parents[1], capture_output=True, text=True)
+    done = run_python(REFUSED)
     assert done.stdout.split()[:2] == ["False", "none"], done.stderr
     assert "undefined symbol" in done.stdout
     assert "warning: native operations" in done.stderr

@@ -68,11 +68,6 @@ def test_maps_out_of_range_are_refused(shape, outputs, message):
         convolve([Source(tf.zeros(shape))], filters)
 
 
-def test_a_map_of_an_odd_side_is_not_pooled():
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"even .* got \(1, 2, 3, 2, 4\)"):
-        operations.operate("max_pool", Source(tf.zeros((1, 2, 3, 2, 4))))
-
-
 @pytest.mark.parametrize(
     ("target", "factors", "message"),
     [
