@@ -52,11 +52,15 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
     assert not refused
 
 
-FOLDERS = ("cpu3d", "memory_estimator", "models", "docs", "examples", "records", "tests")
-SOURCES = sources(*FOLDERS, pattern="*.*")
+SOURCES = sources(
+    "cpu3d", "memory_estimator", "models", "docs", "examples", "records", "tests", pattern="*.*"
+)
 ELSEWHERE = {
-    *("bits/confname.h", "linux/prctl.h", "mkl_cpu_allocator.h"),
-    *("other.py", "your_step.py"),  # of a user
+    "bits/confname.h",
+    "linux/prctl.h",
+    "mkl_cpu_allocator.h",
+    "other.py",  # of a user
+    "your_step.py",
     "shared.h",  # which the build makes
     "gradient.c",  # of a formula
 }

@@ -141,11 +141,6 @@ def test_a_value_that_stands_for_none_chosen_cannot_be_typed(capsys):
     assert "default: 0" not in capsys.readouterr().out
 
 
-@dataclass(frozen=True)
-class Rest:
-    words: Tuple[str, ...] = option(rest=True)
-
-
 def parsed(line, kind=Options):
     parser = argparse.ArgumentParser()
     add_options(parser, kind)
@@ -166,8 +161,6 @@ def test_settings_come_from_a_command_line_and_go_back_to_it():
             from_args(Options, parsed(f"--store s --{wrong}"))
     with pytest.raises(SystemExit):  # the one or the other
         parsed("--store s --name a --names b")
-    rest = "train --steps 3"
-    assert from_args(Rest, parsed(rest, Rest)).words == tuple(rest.split())
 
 
 def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():

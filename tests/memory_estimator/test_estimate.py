@@ -140,19 +140,16 @@ def test_a_step_is_its_micro_batches_and_one_update():
     assert four.epoch_s == pytest.approx(2 * four.step_s)
 
 
-def held(*tensors):
-    return live_at_peak(Timeline((0,), "op", tuple(Tensor(*each) for each in tensors)))
-
-
 def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
-    bill = held(
-        ("encoder0_conv1", 4096, Group.ACTIVATIONS, 0),
-        ("decoder0_act2/gradient", 2048, Group.TRANSIENTS),
-        ("encoder1_conv1", 1000, Group.ACTIVATIONS, 1),
-        ("kernel/m", 700, Group.SLOTS),
-        ("kernel/v", 700, Group.SLOTS),
-        ("kernel", 512, Group.WEIGHTS),
+    tensors = (
+        Tensor("encoder0_conv1", 4096, Group.ACTIVATIONS, 0),
+        Tensor("decoder0_act2/gradient", 2048, Group.TRANSIENTS),
+        Tensor("encoder1_conv1", 1000, Group.ACTIVATIONS, 1),
+        Tensor("kernel/m", 700, Group.SLOTS),
+        Tensor("kernel/v", 700, Group.SLOTS),
+        Tensor("kernel", 512, Group.WEIGHTS),
     )
+    bill = live_at_peak(Timeline((0,), "op", tensors))
     assert [(line.name, line.bytes) for line in bill] == [
         ("weights", 512),
         ("optimizer slots", 2 * 768),  # rounded up to 256 each, as the allocator does

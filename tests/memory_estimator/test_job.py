@@ -85,25 +85,24 @@ JOB = Job(
 SCHEDULE = Schedule(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), extra=ExtraMemory(copies=1))
 
 
-def write_plan(folder, job=JOB, workers=2, settings=(), schedule=SCHEDULE, **changes):
+def write_plan(folder, job=JOB, workers=2, device="cpu", schedule=SCHEDULE, **changes):
     """The folder of a run with that plan."""
-    config = {"device": "cpu", **dict(settings)}
-    job = dataclasses.asdict(job) if isinstance(job, Job) else job
     plan = {
         "schema": PLAN_SCHEMA,
         "workers": workers,
         "job": job,
-        "config": config,
+        "config": {"device": device},
         "smaller_grids": None,
+        "schedule": schedule,
+        **changes,
     }
-    plan["schedule"] = dataclasses.asdict(schedule)
-    (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
+    (folder / "plan.json").write_text(json.dumps(plan, default=dataclasses.asdict))
     return folder
 
 
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
     assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, SCHEDULE)
-    (of_card,) = read_run(write_plan(tmp_path, settings={"device": "gpu:1"})).notes
+    (of_card,) = read_run(write_plan(tmp_path, device="gpu:1")).notes
     assert "gpu:1" in of_card
 
 

@@ -22,29 +22,33 @@ UNETS = {
     "depth": (3,),
     "strides": ((), ((2, 2, 1), (2, 2, 2)), ((1, 2, 2), (2, 1, 1))),
     "network": tuple(NETWORKS),
+    "norm": tuple(NORMS),
+    "up": UPS,
+    "residual": BOTH,
+    "deep_supervision": BOTH,
+    "dtype": tuple(DTYPES),
+    "policy": POLICIES,
 }
-UNETS.update(
-    norm=tuple(NORMS),
-    up=UPS,
-    residual=BOTH,
-    deep_supervision=BOTH,
-    dtype=tuple(DTYPES),
-    policy=POLICIES,
-)
 MORE = {
     "optimizer": tuple(OPTIMIZERS),
     "engine": ("itex", "stock"),
     "threads": (1, 2, 8),
 }
+
+
+def one_of_each(choices):
+    return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in choices.items()})
+
+
 JOBS = st.builds(
     lambda unet, shape, batch, at_once, more: Job(
         UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
     ),
-    unet=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in UNETS.items()}),
+    unet=one_of_each(UNETS),
     shape=st.tuples(*(st.sampled_from((16, 32, 48)),) * 3),
     batch=st.integers(1, 4),
     at_once=st.booleans(),
-    more=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in MORE.items()}),
+    more=one_of_each(MORE),
 )
 
 
@@ -105,8 +109,6 @@ def test_the_allocators_peak_is_the_measured_one(unet, shape, more, measured):
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
 
 
-KIB = 2**10
-SIDE = 16
 TINY = UNetConfig(channels=1, outputs=1, filters=1, depth=2)
 # A map of one channel takes 16 KiB on the fine level, 2 on the coarse one; kernels are a few
 # hundred bytes.
@@ -117,12 +119,12 @@ def live(job):
     program = training_step(job)
     without = sum(rounded(tensor.bytes) for tensor in program.resident)
     sizes = zip(program.ops, timeline(program).live_bytes)
-    return {op.name: round((size - without) / KIB) for op, size in sizes}
+    return {op.name: round((size - without) / 2**10) for op, size in sizes}
 
 
 def test_every_raw_sum_is_kept_under_speed_and_two_a_level_under_lean():
     speed, lean = (
-        live(Job(dataclasses.replace(TINY, policy=policy), (SIDE,) * 3)) for policy in POLICIES
+        live(Job(dataclasses.replace(TINY, policy=policy), (16, 16, 16))) for policy in POLICIES
     )
     # e1, e2, then E, e1 and e2 of two channels below, u, d1, d2 and the logits.
     assert speed["head"] == pytest.approx(2 * 16 + 2 * (1 + 2 + 2) + 3 * 16 + 16, abs=4)

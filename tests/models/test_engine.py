@@ -9,18 +9,12 @@ from models.native import operations
 from models.native.library import InstructionSetError, NativeOperations
 from models.unet3d import build_unet3d
 
-NONE = NativeOperations(why="there is no compiler")
 
-
-@pytest.fixture
-def layers_alone(monkeypatch):
-    """A host without native operations, whose oneDNN may not use AVX-512."""
+def test_layers_that_cannot_compute_in_bfloat16_are_not_asked_to(monkeypatch):
+    """On a host without native operations, whose oneDNN may not use AVX-512."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setattr(operations, "available", lambda: False)
-    monkeypatch.setattr("memory_estimator.host.native_operations", lambda: NONE)
-
-
-def test_layers_that_cannot_compute_in_bfloat16_are_not_asked_to(layers_alone):
+    monkeypatch.setattr("memory_estimator.host.native_operations", NativeOperations)
     assert not layers_have_bfloat16()
     assert read_host().best_dtype == "float32"
     with pytest.raises(InstructionSetError, match=r"dtype must be float32 .*, got bfloat16; "):

@@ -1,6 +1,5 @@
 """Layers and weights on paper are those of Keras, and what the network computes."""
 
-import json
 import math
 import re
 
@@ -86,7 +85,7 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
     below = 2 * 27 * 8 * (1 * 2 + 2 * 2)
     up = 2 * 64 * 2
     head = 2 * 64
-    every = top + top + below + up + (2 * top + top) + head
+    every = 5 * top + below + up + head  # the decoder's first reads two maps
     assert training_flops(config, (4, 4, 4)) == 3 * every - top
 
 
@@ -122,12 +121,7 @@ def test_strides_say_which_axes_a_level_halves():
     rule = r"must be divisible by 8, 4 and 2 along X, Y and Z; pad to \(64, 20, 6\) or crop to"
     with pytest.raises(ValueError, match=rule):
         config.check_shape((64, 20, 5))
-
-
-def test_a_network_is_made_again_of_json_and_halves_all_axes_however_that_is_said():
     assert UNetConfig(depth=3, strides=((2, 2, 2), (2, 2, 2))) == UNetConfig(depth=3)
-    for config in (UNetConfig(depth=3), UNetConfig(depth=3, strides=((2, 2, 1), (2, 2, 2)))):
-        assert UNetConfig(**json.loads(json.dumps(config.to_json()))) == config
 
 
 def test_deep_supervision_gives_a_map_for_each_decoder_the_finest_first_then_the_deepest():

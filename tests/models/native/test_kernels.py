@@ -26,12 +26,19 @@ CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 
 CHANNELS += [(16, 32), (32, 16)]
 MORE = [
     # whole blocks of channels, which AMX forms between the products of the planes before
-    *(((1, 5, 9, 34), 16, 16, 2), ((1, 5, 9, 34), 32, 16, 2), ((2, 6, 4, 33), 48, 48, 2)),
+    ((1, 5, 9, 34), 16, 16, 2),
+    ((1, 5, 9, 34), 32, 16, 2),
+    ((2, 6, 4, 33), 48, 48, 2),
     # planes so large that a filter gradient takes one at a time
-    *(((2, 4, 31, 70), 16, 16, 2), ((1, 5, 33, 69), 48, 48, 2), ((2, 4, 31, 70), 4, 16, 2)),
-    *(((1, 1, 1, 1), MOST_CHANNELS, 5, 2), ((1, 1, 1, 1), 5, MOST_CHANNELS, 2)),
+    ((2, 4, 31, 70), 16, 16, 2),
+    ((1, 5, 33, 69), 48, 48, 2),
+    ((2, 4, 31, 70), 4, 16, 2),
+    ((1, 1, 1, 1), MOST_CHANNELS, 5, 2),
+    ((1, 1, 1, 1), 5, MOST_CHANNELS, 2),
     # rows so long that a part along y has one or a few; a map past the caches; many threads
-    *(((1, 5, 15, 400), 5, 5, 2), ((1, 5, 4, 3000), 5, 5, 8), ((1, 3, 128, 128), 16, 16, 2)),
+    ((1, 5, 15, 400), 5, 5, 2),
+    ((1, 5, 4, 3000), 5, 5, 8),
+    ((1, 3, 128, 128), 16, 16, 2),
     *(((2, 3, 4, 7), 40, 40, threads) for threads in THREADS),
 ]
 # Root mean square errors relative to the size of a sum:
