@@ -26,7 +26,9 @@ from memory_estimator.installed import installed_engine
 from memory_estimator.job import Job
 from models.strides import shape3
 
-# Of each voxel of an answer, measured (records/log.md).
+LEFT_BYTES = 3  # of each voxel of an image that was read, measured (records/log.md)
+NORMALISED_COPIES = 5  # of the scores, in float32, while they are made
+# Of each voxel of an answer, measured likewise.
 WRITTEN_BYTES = 6  # the label as painted, turned and packed
 POSTPROCESSED_BYTES = 10  # components, and the probabilities of a region
 PROBABILITIES_BYTES = 20  # as they are, turned and packed
@@ -73,6 +75,7 @@ class Forecaster:
         self._inference = inference
         self._host = host
         self._written_bytes = written_bytes
+        self._base_bytes = status_sizes().get("VmRSS", peak_rss_bytes())
         self._kept_bytes = 0  # by the networks of answers so far
 
     def of(self, record: CaseRecord, is_answered: bool = True) -> Forecast:
@@ -96,6 +99,7 @@ class Forecaster:
         network_bytes = 0  # the most of any run: they answer one after the other
         answers_bytes = 0  # of all of them, float32, until they are written
         making_bytes = 0
+        normalised_bytes = 0
         seconds = WRITTEN_S * math.prod(record.scored_shape)
         for config in self._configs:
             grid = config.grid_of(case_extent(record, config.extent))
@@ -110,13 +114,17 @@ class Forecaster:
             # Two more maps of logits, or of scores.
             maps = 2 * max(config.unet.outputs, config.unet.channels)
             making_bytes = max(making_bytes, 4 * maps * voxels)
+            maps = NORMALISED_COPIES * config.unet.channels
+            normalised_bytes = max(normalised_bytes, 4 * maps * voxels)
             passes = 2 ** len(mirrored_axes_of(config, self._inference))
             passes *= window_count(grid, window, self._inference.overlap)
             seconds += passes * passed.seconds
         written_bytes = self._written_bytes * math.prod(record.scored_shape)
-        to_come = max(network_bytes - self._kept_bytes, 0) + answers_bytes
-        so_far = peak_rss_bytes()
-        now_bytes = status_sizes().get("VmRSS", so_far)
-        peak_bytes = max(so_far, now_bytes + to_come + max(making_bytes, written_bytes))
+        answering_bytes = max(network_bytes, self._kept_bytes) + answers_bytes
+        answering_bytes += max(making_bytes, written_bytes)
+        image_bytes = (2 * len(record.channel_mean) + LEFT_BYTES) * math.prod(record.shape)
+        peak_bytes = self._base_bytes + image_bytes
+        peak_bytes += max(self._kept_bytes + normalised_bytes, answering_bytes)
+        peak_bytes = max(peak_bytes, peak_rss_bytes())
         free_bytes = self._host.free_bytes
         return Forecast(grid, in_windows, peak_bytes, seconds, free_bytes), network_bytes
