@@ -163,6 +163,9 @@ def test_thick_slices_are_linear_between_and_cubic_within():
     near = 0.8671875  # Catmull and Rom's weights at 1/4 and 3/4 of a voxel
     far = 0.2265625
     np.testing.assert_allclose(finer[4, 4], [0, 0, 0, far, near, near, far, 0], atol=1e-6)
+    # A made slice of 4 voxels is as thick: a line reaches 4 to either side of its middle, 1.5.
+    thicker = resample_image(volume, (9, 9, 1), (1, 1, 1), has_background=False)
+    np.testing.assert_allclose(thicker[4, 4], 0.875 / 4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

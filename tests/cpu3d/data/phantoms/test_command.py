@@ -54,13 +54,19 @@ def test_of_slices_that_are_annotated_now_and_then_the_others_are_to_be_ignored(
     np.testing.assert_array_equal(read(sparse.cases[0].label), expected)
 
 
-def test_a_shape_out_of_range_and_another_seed_are_refused(tmp_path, capsys):
+def test_a_shape_out_of_range_and_another_seed_are_refused_and_what_is_lost_is_written_again(
+    tmp_path, capsys
+):
     words = ["phantom", "--out", str(tmp_path / "p"), "--cases", "1", "--workers", "1", "--shape"]
     assert main([*words, "23", "64", "64"]) == 2
     assert "--shape must be from 24" in capsys.readouterr().err
     assert not (tmp_path / "p").exists()
     words += map(str, SMALL)
     assert main(words) == 0
+    (label,) = (tmp_path / "p").rglob("labelsTr/*.nii.gz")
+    label.unlink()
+    assert main(words) == 0
+    assert label.exists()
     assert main([*words, "--seed", "1"]) == 2
     assert "seed of phantom folder" in capsys.readouterr().err
 
