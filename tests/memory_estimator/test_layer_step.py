@@ -18,10 +18,10 @@ WITHOUT = dataclasses.replace(SMALL.host, isa=("avx",))
 # Job, side, MiB of the process at most: `bench step` without built libraries on two cores of an AMD
 # EPYC, TensorFlow 2.15.1, 2026-11-26.
 MEASURED = [
-    ({"dtype": "float32"}, {}, 96, 1914),
-    ({"dtype": "float32", "norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
+    ({}, {}, 96, 1914),
+    ({"norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
     ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
-    ({"dtype": "float32"}, {"engine": "stock"}, 96, 1532),
+    ({}, {"engine": "stock"}, 96, 1532),
     ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195),
     ({"dtype": "bfloat16"}, {}, 128, 2275),
 ]
