@@ -44,7 +44,7 @@ class Answers(FakePredictor):
             weights_sha256=file_sha256(weights_file(run, weights)),
         )
 
-    def probabilities(self, image, record, channels=()):
+    def probabilities(self, image, record, channels=(), in_windows=False):
         truth = np.asarray(open_store(self.store).label(record.case_id))
         masks = np.stack([np.isin(truth, codes) for codes in self.regions.values()], axis=-1)
         masks = np.roll(masks, self.shift, axis=0)

@@ -124,6 +124,8 @@ def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained
     assert "NOT untouched" in err
     assert json.loads(out) == read(tiny_run, "train")
     assert not read(tiny_run, "train")["untouched"]
+    assert run_command(evaluate, "--run", tiny_run, "--split", "val", "--weights", "last") == 0
+    assert "NOT untouched" in capsys.readouterr().err
     assert read(tiny_run) == test
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
 
