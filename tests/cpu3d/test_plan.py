@@ -96,11 +96,12 @@ def test_a_run_keeps_its_stores_order_of_painting_for_the_regions_that_it_learns
 
 
 def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_store, planned):
-    plan = planned(workers=2, batch=2)
+    plan = planned(workers=2, batch=2, fold="1/2")
     assert plan.forecast.workers == 2
     content = json.loads(json.dumps({**plan.to_json(), "engine_name": "an engine"}))
     theirs = plan_of_chief(content, phantom_store, HOST, "an engine")
     assert (theirs.config, theirs.workers, theirs.forecast) == (plan.config, 2, plan.forecast)
+    assert theirs.store.manifest.split == plan.store.manifest.split
     with pytest.raises(InputError, match="engine must be the chief's, an engine, got another"):
         plan_of_chief(content, phantom_store, HOST, "another")
     content["config"]["split_hash"] = "0"
@@ -207,8 +208,9 @@ def test_a_run_has_a_validation_an_epoch_at_most_twenty_unless_they_are_chosen(
 def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(
     begun, plan_with, steps, coarse
 ):
-    begun(depth=3, curriculum="half", steps=16)
+    first = begun(depth=3, curriculum="half", steps=16)
     assert plan_with(steps=steps).config.coarse_steps == coarse
+    assert first.config.shortened(14, 30).coarse_steps == 13  # as of one that was longer
     with pytest.raises(InputError, match=r"steps must be above the 6 that .* at half resolution"):
         plan_with(steps=6)
 

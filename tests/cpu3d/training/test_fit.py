@@ -288,6 +288,7 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for_on_its_grid(
 
     def asked_to_stop(learner, image):
         if fit.step == 13:
+            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
         return logits(learner, image)
 
@@ -296,6 +297,7 @@ def test_a_validation_that_a_signal_breaks_off_is_made_up_for_on_its_grid(
         with pytest.raises(Interrupted, match="saved after step 13") as stopped:
             fit.run()
     assert stopped.value.exit_code == 143
+    assert fit.progress.validated_s > 0.2
     again = start(phantom_store, tmp_path / "cut", **options)
     assert again.learner.config.grid == again.config.coarse_grid
     again.run()

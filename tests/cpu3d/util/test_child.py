@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from cpu3d.util.child import run_jobs
+from cpu3d.util.child import forward_signals, run_jobs
 
 DIE = "__import__('os')._exit(9)"
 SLEEP = "__import__('time').sleep(60)"
@@ -53,6 +53,14 @@ def test_closing_ends_the_processes_at_once_and_ctrl_c_is_blocked_in_them_alone(
     assert workers_left() == []
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert time.monotonic() - started < 55, "they would sleep for 60 s"
+
+
+def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with forward_signals([], int) as received:
+        os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert received == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
