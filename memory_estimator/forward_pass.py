@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import use
-from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import Group, Program
 from memory_estimator.step.timing import step_seconds
@@ -24,12 +23,9 @@ class ForwardPass:
 
 
 def forward_pass(job: Job, constants: HostConstants) -> ForwardPass:
-    """The pass over a volume of the shape of `job`. Where TensorFlow's layers compute it is counted
-    as a whole step, which takes more."""
+    """The pass over a volume of the shape of `job`, as native operations compute it."""
     resident = tuple(each for each in training_step(job).resident if each.group in NEEDED)
     program = Program(resident, validation_pass(job))
-    if not constants.instructions:
-        program = step_of(job, "")
     scratch = scratch_bytes(program.ops, job.threads, constants.instructions, constants.l2_bytes)
     graph = constants.runtime_bytes(job.engine, program) - constants.baseline_bytes[job.engine]
     taken = use(program).resident_bytes + scratch + graph

@@ -9,7 +9,6 @@ forecast.upper_bound_bytes, forecast.all_s
 import dataclasses
 import functools
 import math
-import statistics
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -262,14 +261,20 @@ class Forecast:
     @functools.cached_property
     def full_step_s(self) -> float:
         """Seconds of a full step, the mean over the grids of the cases."""
-        return self.full.step_s * _mean_share(self.full, self.schedule.grids)
+        return self.full.step_s * _mean_share(self.full, self.schedule.grids, self._together)
 
     @functools.cached_property
     def coarse_step_s(self) -> float:
         """Seconds of a coarse step, likewise; 0 without any."""
         if self.coarse is None:
             return 0.0
-        return self.coarse.step_s * _mean_share(self.coarse, self.schedule.coarse_grids)
+        grids = self.schedule.coarse_grids
+        return self.coarse.step_s * _mean_share(self.coarse, grids, self._together)
+
+    @property
+    def _together(self) -> int:
+        """Cases that are computed at a time, by all workers."""
+        return self.full.job.micro * self.workers
 
     @property
     def epoch_s(self) -> Optional[float]:
@@ -359,8 +364,9 @@ class Forecast:
         return content
 
 
-def _mean_share(step: Estimate, grids: Sequence[Shape3]) -> float:
-    """Seconds of a step on these grids, the mean, as a share of those on its own."""
+def _mean_share(step: Estimate, grids: Sequence[Shape3], together: int) -> float:
+    """Seconds of a step on these grids, the smallest first, as a share of those on its own: the
+    mean over draws of so many cases `together`, of which the largest decides."""
     if not grids:
         return 1.0
 
@@ -369,6 +375,10 @@ def _mean_share(step: Estimate, grids: Sequence[Shape3]) -> float:
         return seconds_of_step(dataclasses.replace(step.job, shape=grid), step.constants)
 
     every = -(-len(grids) // PRICED)
-    return statistics.fmean(map(seconds_on, grids[every // 2 :: every])) / seconds_on(
-        step.job.shape
-    )
+    priced = grids[every // 2 :: every]
+    count = len(priced)
+    seconds = 0.0
+    for index, grid in enumerate(priced):
+        share = ((index + 1) / count) ** together - (index / count) ** together
+        seconds += share * seconds_on(grid)
+    return seconds / seconds_on(step.job.shape)

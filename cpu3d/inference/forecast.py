@@ -2,7 +2,7 @@
 the network sees it.
 
     forecaster = Forecaster(configs, Inference(), read_host())
-    forecaster.of(record)      # memory, time, and whether one pass fits
+    forecaster.forecast(record)    # memory, time, and whether one pass fits
 """
 
 import math
@@ -55,7 +55,7 @@ class Forecast:
         """Such as "144 x 176 x 144 voxels, 1.21 GiB of 21.48 GiB free, about 5 s"."""
         words = [f"{by(self.grid, ' x ')} voxels"]
         if self.in_windows:
-            words.append("in windows of the training's largest grid, as one pass may not fit")
+            words.append("in windows")
         words.append(f"{format_bytes(self.peak_bytes)} of {format_bytes(self.free_bytes)} free")
         return ", ".join([*words, f"about {format_seconds(self.seconds)}"])
 
@@ -78,28 +78,31 @@ class Forecaster:
         self._base_bytes = status_sizes().get("VmRSS", peak_rss_bytes())
         self._kept_bytes = 0  # by the networks of answers so far
 
-    def of(self, record: CaseRecord, is_answered: bool = True) -> Forecast:
-        """The forecast of a case that is in memory. Runs on whole volumes at full resolution answer
-        in windows where one pass would not fit. Raises DoesNotFitError for what does not fit so."""
+    def forecast(self, record: CaseRecord) -> Forecast:
+        """The forecast of a case that is in memory and answered next. Runs on whole volumes at full
+        resolution answer in windows where one pass would not fit. Raises DoesNotFitError for what
+        does not fit so."""
         made, network_bytes = self._forecast(record, in_windows=False)
-        can_slide = all(config.resolution == 1 for config in self._configs)
+        can_slide = all(
+            config.resolution == 1 and not window_of(config, self._inference)
+            for config in self._configs
+        )
         if not made.fits and can_slide:
             made, network_bytes = self._forecast(record, in_windows=True)
         if not made.fits:
             raise DoesNotFitError(
-                f"the prediction of case {record.case_id} must fit the free memory, got {made}; "
-                "slide a smaller --window X Y Z if the run is at full resolution"
+                f"the prediction of case {record.case_id} must leave a tenth of its memory free, "
+                f"got {made}; slide a smaller --window X Y Z if the run is at full resolution"
             )
-        if is_answered:
-            self._kept_bytes = max(self._kept_bytes, network_bytes)
+        self._kept_bytes = max(self._kept_bytes, network_bytes)
         return made
 
     def _forecast(self, record: CaseRecord, in_windows: bool) -> Tuple[Forecast, int]:
         constants = find_constants(self._host)
         network_bytes = 0  # the most of any run: they answer one after the other
         answers_bytes = 0  # of all of them, float32, until they are written
-        making_bytes = 0
-        normalised_bytes = 0
+        making_bytes = 0  # of two maps of logits more, or of scores, while they are made
+        normalised_bytes = 0  # of the scores, before that
         seconds = WRITTEN_S * math.prod(record.scored_shape)
         for config in self._configs:
             grid = config.grid_of(case_extent(record, config.extent))
@@ -111,11 +114,10 @@ class Forecaster:
             network_bytes = max(network_bytes, passed.bytes)
             voxels = math.prod(field_of(grid, config.resolution_by_axis))
             answers_bytes += 4 * config.unet.outputs * voxels
-            # Two more maps of logits, or of scores.
-            maps = 2 * max(config.unet.outputs, config.unet.channels)
-            making_bytes = max(making_bytes, 4 * maps * voxels)
-            maps = NORMALISED_COPIES * config.unet.channels
-            normalised_bytes = max(normalised_bytes, 4 * maps * voxels)
+            most = max(config.unet.outputs, config.unet.channels)
+            making_bytes = max(making_bytes, 8 * most * voxels)
+            scores = NORMALISED_COPIES * config.unet.channels
+            normalised_bytes = max(normalised_bytes, 4 * scores * voxels)
             passes = 2 ** len(mirrored_axes_of(config, self._inference))
             passes *= window_count(grid, window, self._inference.overlap)
             seconds += passes * passed.seconds
@@ -125,6 +127,5 @@ class Forecaster:
         image_bytes = (2 * len(record.channel_mean) + LEFT_BYTES) * math.prod(record.shape)
         peak_bytes = self._base_bytes + image_bytes
         peak_bytes += max(self._kept_bytes + normalised_bytes, answering_bytes)
-        peak_bytes = max(peak_bytes, peak_rss_bytes())
         free_bytes = self._host.free_bytes
         return Forecast(grid, in_windows, peak_bytes, seconds, free_bytes), network_bytes

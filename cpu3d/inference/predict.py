@@ -23,7 +23,8 @@ Labels are written in the codes of the image's own data set: of the BraTS releas
 it has, or of the dataset.json above its imagesTr or imagesTs; else in those of the run's store.
 --codes chooses other codes.
 
-Memory and time are predicted for each image once it is read; --dry-run ends there. A run on whole
+Memory and time are predicted for each image once it is read, where native operations compute a run
+on a CPU; --dry-run ends there. A run on whole
 volumes answers in windows of the largest grid that it was trained on where one pass would not fit
 the free memory; a note says so. An image that does not fit so either is refused.
 
@@ -52,7 +53,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from cpu3d.data.cases.case import load_case
+from cpu3d.data.cases.case import LoadedCase, load_case
 from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
 from cpu3d.data.cases.resample import grid_of, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
@@ -103,7 +104,7 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_seconds
-from memory_estimator.host import read_host
+from memory_estimator.host import Host, read_host
 
 IN_WINDOWS = (
     "in windows of the training's largest grid, as one pass over the image may not fit the free "
@@ -161,10 +162,6 @@ OPTIONS = (Networks, Options, Inference)
 def run(chosen: Networks, options: Options, inference: Inference) -> int:
     check_exist("--image", options.image)
     check_folder(options.out, "--out")
-    if options.dry_run and chosen.network:
-        raise InputError(
-            "--dry-run must come with --run, got --network, whose memory is not known; leave it out"
-        )
     host = read_host()  # before TensorFlow takes its memory
     together, predictors, postprocessing = _networks(chosen, inference)
     configs = together.configs
@@ -181,13 +178,16 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
             *problems,
         )
     raise_if_any(() if cases else problems)
+    forecaster = _forecaster(chosen, predictors, inference, host, options, postprocessing)
+    if options.dry_run:
+        if forecaster is None:
+            raise InputError(
+                "--dry-run must come with runs that native operations compute on a CPU, got "
+                "others; leave it out"
+            )
+        return _dry_run(predictor, cases, options, forecaster, problems)
     todo, kept = _to_do(predictor, cases, options, about, postprocessing)
-    forecaster = None  # of an export: what it takes depends on what runs it
-    if chosen.run:
-        used = [each.config for each in predictors]
-        forecaster = Forecaster(used, inference, host, _written_bytes(options, postprocessing))
-    if not options.dry_run:
-        writable_folder(options.out, "--out")
+    writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     if kept:
@@ -204,11 +204,11 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     with bar("predict", total=len(todo)) as advance:
         for case, made_from in todo:
             try:
-                sidecar = predict_case(
-                    predictor, case, options, made_from, postprocessing, configs, forecaster
+                sidecars.append(
+                    predict_case(
+                        predictor, case, options, made_from, postprocessing, configs, forecaster
+                    )
                 )
-                if sidecar:
-                    sidecars.append(sidecar)
             except InputError as error:
                 failures.append(error)
             advance()
@@ -221,11 +221,39 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
             "their images",
             stderr=False,
         )
-    problems += [problem for error in failures for problem in error.problems]
-    if any(isinstance(error, DoesNotFitError) for error in failures):
-        raise DoesNotFitError(*problems)
-    raise_if_any(problems)
+    _raise_problems(problems, failures)
     return 0
+
+
+def _dry_run(
+    predictor: Any,
+    cases: Sequence[Case],
+    options: Options,
+    forecaster: Forecaster,
+    problems: List[str],
+) -> int:
+    """Print the forecasts of all cases, those that were predicted before too."""
+    lines = []
+    failures: List[InputError] = []
+    with bar("read", total=len(cases)) as advance:
+        for case in cases:
+            try:
+                record = _read(predictor, case, options).record
+                lines.append(f"{record.case_id}: {forecaster.forecast(record)}")
+            except InputError as error:
+                failures.append(error)
+            advance()
+    say(*lines, stderr=False)
+    _raise_problems(problems, failures)
+    return 0
+
+
+def _raise_problems(problems: Sequence[str], failures: Sequence[InputError]) -> None:
+    """Raise the problems of cases, if there are any."""
+    every = [*problems, *(problem for error in failures for problem in error.problems)]
+    if any(isinstance(error, DoesNotFitError) for error in failures):
+        raise DoesNotFitError(*every)
+    raise_if_any(every)
 
 
 def _networks(chosen: Networks, inference: Inference) -> Tuple[RunSet, List[Any], PostProcessing]:
@@ -244,11 +272,37 @@ def _networks(chosen: Networks, inference: Inference) -> Tuple[RunSet, List[Any]
     return together, [exported], RAW if chosen.raw else exported.postprocessing
 
 
-def _written_bytes(options: Options, postprocessing: PostProcessing) -> int:
-    """Of each voxel of an answer, what the most is that is held to write it."""
+def _forecaster(
+    chosen: Networks,
+    predictors: Sequence[Any],
+    inference: Inference,
+    host: Host,
+    options: Options,
+    postprocessing: PostProcessing,
+) -> Optional[Forecaster]:
+    """What tells memory and time before a case is answered; None where they are not known: of an
+    export, on a card, in TensorFlow's layers."""
+    import tensorflow as tf
+
+    if chosen.network or not host.instructions or tf.config.get_visible_devices("GPU"):
+        return None
+    written_bytes = WRITTEN_BYTES
+    if postprocessing.rules:
+        written_bytes = POSTPROCESSED_BYTES
     if options.probabilities:
-        return PROBABILITIES_BYTES
-    return POSTPROCESSED_BYTES if postprocessing.rules else WRITTEN_BYTES
+        written_bytes = PROBABILITIES_BYTES
+    return Forecaster([each.config for each in predictors], inference, host, written_bytes)
+
+
+def _read(predictor: Any, case: Case, options: Options) -> LoadedCase:
+    """Read a case as the runs take it. A label among its files is not read."""
+    return load_case(
+        case.files,
+        channels=case.channels,
+        zero_nan=options.zero_nan,
+        target_spacing_mm=predictor.target_spacing_mm,
+        normalisation=predictor.normalisation_of(case.channels),
+    )
 
 
 def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
@@ -271,32 +325,23 @@ def predict_case(
     configs: Sequence[RunConfig] = (),
     forecaster: Optional[Forecaster] = None,
 ) -> Dict[str, Any]:
-    """Segment one case into `options.out`; returns the content of its sidecar, with `made_from`;
-    nothing of a dry run, which ends with what the `forecaster` says.
+    """Segment one case into `options.out`; returns the content of its sidecar, with `made_from`.
     With the `configs` of the runs its notes say how the image differs from what they were trained
-    on. A label among the case's files is not read. Raises InputError for an image that cannot be
+    on. Raises InputError for an image that cannot be
     read or does not fit the run, and as `check_replaceable`."""
     begin = time.monotonic()
     outputs = _outputs(case, options)
     before = read_sidecar(outputs.sidecar)
     check_replaceable(outputs, before)
     kinds = predictor.normalisation_of(case.channels)
-    loaded = load_case(
-        case.files,
-        channels=case.channels,
-        zero_nan=options.zero_nan,
-        target_spacing_mm=predictor.target_spacing_mm,
-        normalisation=kinds,
-    )
+    loaded = _read(predictor, case, options)
     record = loaded.record
     geometry = record.geometry
     in_windows = False
     if forecaster:
-        forecast = forecaster.of(record, is_answered=not options.dry_run)
-        say(f"{case.files.case_id}: {forecast}", stderr=not options.dry_run)
+        forecast = forecaster.forecast(record)
+        say(f"{case.files.case_id}: {forecast}")
         in_windows = forecast.in_windows
-    if options.dry_run:
-        return {}
     answers = predictor.probabilities(loaded.image, record, case.channels, in_windows)
     painted = postprocessing.paint(answers, predictor.regions, ras_steps_mm(geometry))
     label = case.translated(painted)

@@ -1,16 +1,20 @@
 """Printing of a command: lines, and on stderr one progress bar for everything that takes long."""
 
 import contextlib
-from typing import Callable, Iterator, Optional, Tuple
+from typing import Callable, Iterator, List, Optional, Tuple
 
 from rich import progress
 from rich.console import Console
+
+_shown: List[progress.Progress] = []  # the bars that are shown now
 
 
 def say(*lines: str, stderr: bool = True) -> None:
     """Print lines as they are: not wrapped, nothing in them taken for markup or a smiley, as `:b:`
     in an address."""
     console = Console(stderr=stderr)
+    if stderr and _shown:
+        console = _shown[-1].console  # which prints above its bar
     for line in lines:
         console.print(line, emoji=False, highlight=False, markup=False, soft_wrap=True)
 
@@ -43,4 +47,8 @@ def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
     """
     with progress.Progress(*columns(), console=Console(stderr=True)) as shown:
         task = shown.add_task(description, total=total)
-        yield lambda steps=1: shown.advance(task, steps)
+        _shown.append(shown)
+        try:
+            yield lambda steps=1: shown.advance(task, steps)
+        finally:
+            _shown.remove(shown)

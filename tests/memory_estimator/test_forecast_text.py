@@ -32,12 +32,25 @@ def test_a_table_has_steps_grids_and_seconds_as_of_another_host():
     assert time_line(forecast).startswith("about 80 s in all")
 
 
-def test_seconds_are_the_mean_over_cases_of_which_the_smallest_and_the_median_are_named():
+@pytest.mark.parametrize(
+    ("batch", "workers", "ninths"),
+    [
+        (1, 1, (3, 3, 3)),
+        (2, 1, (1, 3, 5)),  # of two the larger one decides
+        (2, 2, (1, 3, 5)),
+    ],
+)
+def test_seconds_are_the_mean_over_cases_of_which_the_smallest_and_the_median_are_named(
+    batch, workers, ninths
+):
     grids = sorted(((32, 32, 32), (64, 64, 64), MEASURED.shape) * 30)
-    made = Schedule(grids=grids).forecast(MEASURED, load_constants("avx2"), load_accuracy())
+    job = dataclasses.replace(MEASURED, batch=batch, micro_batch=batch // workers)
+    constants = load_constants("avx2")
+    made = Schedule(grids=grids).forecast(job, constants, load_accuracy(), workers=workers)
     steps = [*dict(made.by_case).values(), made.full]
     assert [step.job.shape[0] for step in steps] == [32, 64, 96]
-    assert made.full_step_s == pytest.approx(sum(step.step_s for step in steps) / 3)
+    expected = sum(share * step.step_s for share, step in zip(ninths, steps)) / 9
+    assert made.full_step_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -44,38 +44,40 @@ def forecaster(*configs, free_bytes=64 * 2**30, written_bytes=6, **how):
 
 def test_runs_keep_their_answers_and_take_turns_with_their_networks(config, record):
     two_runs = forecaster(config, config)
-    one = forecaster(config).of(record)
-    two = two_runs.of(record)
+    one = forecaster(config).forecast(record)
+    two = two_runs.forecast(record)
     voxels = 320**3
     assert two.grid == SIZE
     assert two.peak_bytes - one.peak_bytes == pytest.approx(4 * 3 * voxels, rel=0.2)
     writing_s = 1e-7 * voxels
     assert two.seconds - writing_s == pytest.approx(2 * (one.seconds - writing_s))
-    single = forecaster(config, flips=False).of(record)
+    single = forecaster(config, flips=False).forecast(record)
     assert one.seconds - writing_s == pytest.approx(8 * (single.seconds - writing_s))
     # Beside the answers two maps more of three regions, 24 bytes a voxel, or what is written.
-    written = forecaster(config, written_bytes=60).of(record)
+    written = forecaster(config, written_bytes=60).forecast(record)
     assert written.peak_bytes - one.peak_bytes == pytest.approx((60 - 24) * voxels, rel=0.2)
     # The networks keep two maps of 16 channels at least.
     small = dataclasses.replace(record, shape=(16, 16, 16), box=whole((16, 16, 16)))
     assert (
-        two_runs.of(small).peak_bytes - forecaster(config).of(small).peak_bytes
+        two_runs.forecast(small).peak_bytes - forecaster(config).forecast(small).peak_bytes
         > 2 * 16 * 2 * voxels
     )
 
 
 def test_what_does_not_fit_is_answered_in_windows_or_refused(config, record):
-    alone = forecaster(config).of(record)
-    little = forecaster(config, free_bytes=alone.peak_bytes).of(record)  # a tenth must be spare
+    alone = forecaster(config).forecast(record)
+    tight = forecaster(config, free_bytes=alone.peak_bytes)  # which leaves no tenth of it
+    little = tight.forecast(record)
     assert (alone.in_windows, little.in_windows) == (False, True)
     assert little.peak_bytes < alone.peak_bytes / 2
     assert little.seconds > alone.seconds
     coarse = dataclasses.replace(config, coarse_steps=9, steps=9, coarse_grid=(8, 8, 8)).after(1)
     for each, free_bytes in ((config, 2**29), (coarse, 2**30)):
-        with pytest.raises(DoesNotFitError, match=rf"case {record.case_id} must fit"):
-            forecaster(each, free_bytes=free_bytes).of(record)
+        with pytest.raises(DoesNotFitError, match=rf"case {record.case_id} must leave"):
+            forecaster(each, free_bytes=free_bytes).forecast(record)
 
 
+@pytest.mark.usefixtures("needs_native")
 def test_a_dry_run_tells_each_image_and_writes_nothing_and_a_run_answers_what_fits(
     tiny_run, config, tmp_path, monkeypatch, capsys
 ):
@@ -86,9 +88,11 @@ def test_a_dry_run_tells_each_image_and_writes_nothing_and_a_run_answers_what_fi
     assert run_command(*ask, "--dry-run") == 0
     assert "a: 16 x 16 x 16 voxels, " in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+    assert run_command(*ask) == run_command(*ask, "--dry-run") == 0
+    assert capsys.readouterr().out.count("a: 16 x") == 1, "of an answer that is kept, too"
     monkeypatch.setattr(predict, "read_host", lambda: with_free(2**20))
     with pytest.raises(DoesNotFitError, match="case a"):
-        run_command(*ask)
+        run_command(*ask, "--overwrite")
 
 
 SCRIPT = """
@@ -112,7 +116,7 @@ case = open_store(config.store).cases("train")[0]
 record = dataclasses.replace(case, shape=shape, box=whole(shape))
 predictor = Predictor(config, build_unet3d(config.unet, batch_size=1).get_weights(), AS_TRAINED)
 image = np.ones((*shape, 2), np.int16)
-predicted = Forecaster([config], AS_TRAINED, read_host()).of(record).peak_bytes
+predicted = Forecaster([config], AS_TRAINED, read_host()).forecast(record).peak_bytes
 before = peak_rss_bytes()
 predictor.probabilities(image, record)[..., 0]
 print(predicted - before, peak_rss_bytes() - before)
