@@ -52,12 +52,12 @@ class Forecast:
         return SPARE * self.peak_bytes <= self.free_bytes
 
     def __str__(self) -> str:
-        """Such as "144 x 176 x 144 voxels, 1.21 GiB of 21.48 GiB free, about 5 s"."""
+        """Such as "144 x 176 x 144 voxels, 1.21 GiB of 9.5 GiB free, about 5 s of the network"."""
         words = [f"{by(self.grid, ' x ')} voxels"]
         if self.in_windows:
             words.append("in windows")
         words.append(f"{format_bytes(self.peak_bytes)} of {format_bytes(self.free_bytes)} free")
-        return ", ".join([*words, f"about {format_seconds(self.seconds)}"])
+        return ", ".join([*words, f"about {format_seconds(self.seconds)} of the network"])
 
 
 class Forecaster:

@@ -108,7 +108,7 @@ from memory_estimator.host import Host, read_host
 
 IN_WINDOWS = (
     "in windows of the training's largest grid, as one pass over the image may not fit the free "
-    "memory"
+    "memory: the answer may be worse than in one pass, which a host with more memory takes"
 )
 NO_NETWORK = "--run or --network must be given, got neither; name a run, or an export"
 

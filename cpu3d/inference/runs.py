@@ -44,7 +44,7 @@ _WINDOW = "slide a window of this size in voxels, also for a run on whole volume
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
 _FLIPS = (
     "the mean of the logits of all mirror images, eight, or four if labels are left and right; or "
-    "one pass, which is as many times faster (default: on if the run was trained on mirror images)"
+    "one pass, which is faster (default: on if the run was trained on mirror images)"
 )
 _DEVICE = (
     "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
