@@ -37,6 +37,7 @@ from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.answers import Answers
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
+from cpu3d.inference.forecast import SCORED_BYTES, Forecaster, forecaster_of
 from cpu3d.inference.postprocessing.evidence import gather
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.postprocessing.run_rules import postprocessing_together
@@ -70,6 +71,7 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
+from memory_estimator.host import read_host
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     check_folder(path.parent, "evaluation")
     _check_replaceable(path, out, together)
     _check_filled(store, split)
+    host = read_host()  # before TensorFlow takes its memory
     predictors = trained_predictors(runs, together.weights, inference)
     predictor = Ensemble(predictors)
     folder = writable_folder(path.parent, "evaluation")
@@ -127,6 +130,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             about=origin(runs, configs, predictors),
             postprocessing=rules,
             evidence=options.evidence,
+            forecaster=forecaster_of(predictors, inference, host, SCORED_BYTES),
         )
     if options.json:
         print(json.dumps(scores, indent=1))
@@ -160,6 +164,7 @@ def evaluate_split(
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
     evidence: bool = False,
+    forecaster: Optional[Forecaster] = None,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of
     scores.json.
@@ -168,19 +173,29 @@ def evaluate_split(
     `about`, the `origin`, is by default that of the run in `run_dir`. Predictions and scores
     replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
 
+    A `forecaster` prints what the largest case takes, and says which are answered in windows.
+
     Raises InputError when the split has no cases or one without a label, when the store's channels
     or labels are not the run's, and when the network's answer is not finite."""
     records = _cases_to_score(predictor, store, split)
     if about is None:
         about = origin([run_dir], [load_config(run_dir)], [predictor])
     regions = predictor.regions
+    in_windows = set()
+    if forecaster:
+        forecasts = {record.case_id: forecaster.forecast(record) for record in records}
+        in_windows = {case_id for case_id, made in forecasts.items() if made.in_windows}
+        most = max(forecasts, key=lambda case_id: forecasts[case_id].peak_bytes)
+        say(f"at most, {most}: {forecasts[most]}")
     cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
                 begin = time.monotonic()
-                answers = predictor.probabilities(store.image(record.case_id), record)
+                image = store.image(record.case_id)
+                is_slid = record.case_id in in_windows
+                answers = predictor.probabilities(image, record, in_windows=is_slid)
                 label = postprocessing.paint(answers, regions, ras_steps_mm(record.geometry))
                 write_volume(
                     folder / PREDICTIONS / f"{record.case_id}.nii.gz", label, record.geometry
@@ -190,6 +205,8 @@ def evaluate_split(
                 cases.append(
                     {"predict_s": predict_s, "postprocessing": postprocessing.words, **scores}
                 )
+                if is_slid:
+                    cases[-1]["in_windows"] = True
                 del answers  # else they are in memory while the next case is predicted
                 advance()
         manifest = store.manifest

@@ -7,7 +7,7 @@ the network sees it.
 
 import math
 from dataclasses import dataclass
-from typing import Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Shape3
@@ -32,6 +32,7 @@ NORMALISED_COPIES = 5  # of the scores, in float32, while they are made
 WRITTEN_BYTES = 6  # the label as painted, turned and packed
 POSTPROCESSED_BYTES = 10  # components, and the probabilities of a region
 PROBABILITIES_BYTES = 20  # as they are, turned and packed
+SCORED_BYTES = 20  # masks, components and distances
 WRITTEN_S = 1e-7
 
 SPARE = 1.1  # times the predicted peak must be free
@@ -129,3 +130,15 @@ class Forecaster:
         peak_bytes += max(self._kept_bytes + normalised_bytes, answering_bytes)
         free_bytes = self._host.free_bytes
         return Forecast(grid, in_windows, peak_bytes, seconds, free_bytes), network_bytes
+
+
+def forecaster_of(
+    predictors: Sequence[Any], inference: Inference, host: Host, written_bytes: int
+) -> Optional[Forecaster]:
+    """The forecaster of loaded runs; None on a card and in TensorFlow's layers, where memory is not
+    known."""
+    import tensorflow as tf
+
+    if not host.instructions or tf.config.get_visible_devices("GPU"):
+        return None
+    return Forecaster([each.config for each in predictors], inference, host, written_bytes)

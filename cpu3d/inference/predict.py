@@ -71,6 +71,7 @@ from cpu3d.inference.forecast import (
     PROBABILITIES_BYTES,
     WRITTEN_BYTES,
     Forecaster,
+    forecaster_of,
 )
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.postprocessing.run_rules import postprocessing_together
@@ -104,7 +105,7 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_seconds
-from memory_estimator.host import Host, read_host
+from memory_estimator.host import read_host
 
 IN_WINDOWS = (
     "in windows of the training's largest grid, as one pass over the image may not fit the free "
@@ -178,7 +179,10 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
             *problems,
         )
     raise_if_any(() if cases else problems)
-    forecaster = _forecaster(chosen, predictors, inference, host, options, postprocessing)
+    forecaster = None  # of an export: what it takes depends on what runs it
+    if chosen.run:
+        written_bytes = _written_bytes(options, postprocessing)
+        forecaster = forecaster_of(predictors, inference, host, written_bytes)
     if options.dry_run:
         if forecaster is None:
             raise InputError(
@@ -272,26 +276,11 @@ def _networks(chosen: Networks, inference: Inference) -> Tuple[RunSet, List[Any]
     return together, [exported], RAW if chosen.raw else exported.postprocessing
 
 
-def _forecaster(
-    chosen: Networks,
-    predictors: Sequence[Any],
-    inference: Inference,
-    host: Host,
-    options: Options,
-    postprocessing: PostProcessing,
-) -> Optional[Forecaster]:
-    """What tells memory and time before a case is answered; None where they are not known: of an
-    export, on a card, in TensorFlow's layers."""
-    import tensorflow as tf
-
-    if chosen.network or not host.instructions or tf.config.get_visible_devices("GPU"):
-        return None
-    written_bytes = WRITTEN_BYTES
-    if postprocessing.rules:
-        written_bytes = POSTPROCESSED_BYTES
+def _written_bytes(options: Options, postprocessing: PostProcessing) -> int:
+    """Of each voxel of an answer, what is held at most while it is written."""
     if options.probabilities:
-        written_bytes = PROBABILITIES_BYTES
-    return Forecaster([each.config for each in predictors], inference, host, written_bytes)
+        return PROBABILITIES_BYTES
+    return POSTPROCESSED_BYTES if postprocessing.rules else WRITTEN_BYTES
 
 
 def _read(predictor: Any, case: Case, options: Options) -> LoadedCase:

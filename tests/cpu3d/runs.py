@@ -39,6 +39,11 @@ from models.weights import network_weights
 HOST = dataclasses.replace(read_host(), available_bytes=20 * 2**30, cgroup_limit_bytes=None)
 """This one, with memory enough: nothing is decided by what is free while tests run."""
 
+
+def with_free(free_bytes):
+    return dataclasses.replace(HOST, available_bytes=free_bytes)
+
+
 SMALL = {
     "filters": 4,
     "depth": 2,

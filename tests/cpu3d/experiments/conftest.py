@@ -40,6 +40,7 @@ class Answers(FakePredictor):
             inputs=config.store_channels,
             shift=int(config.fold[0]) - 1 if config.fold else int(config.is_patch),
             inference=inference,
+            config=config,
             window=list(config.grid) if config.is_patch else None,
             weights_sha256=file_sha256(weights_file(run, weights)),
         )

@@ -10,15 +10,16 @@ import pytest
 from cpu3d.data.manifest import remake
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.store import open_store, write_store
-from cpu3d.errors import InputError
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import read_scores, scores_path, scores_table, summarise
+from cpu3d.run.config_json import load_config
 from tests.cpu3d.conftest import LABELS, make_store
 from tests.cpu3d.data.made_datasets import content_of
-from tests.cpu3d.runs import run_command
+from tests.cpu3d.runs import run_command, with_free
 
 
 @pytest.fixture
@@ -28,6 +29,7 @@ def trained(monkeypatch, fake_predictor):
 
     def load(runs, weights, inference):
         calls.extend((run, weights, inference) for run in runs)
+        fake_predictor.config = load_config(runs[0])
         return [fake_predictor] * len(runs)
 
     monkeypatch.setattr(evaluate, "trained_predictors", load)
@@ -109,6 +111,14 @@ def test_the_summary_is_worked_out_by_hand():
     scores = {"name": "", "split": "", "untouched": True, "tolerance_mm": 1, "cases": cases}
     rows = scores_table({**scores, "summary": {"WT": summary}}).rows
     assert rows[0] == ("WT", "Dice", "0.800 ± 0.216", "0.900")
+
+
+@pytest.mark.usefixtures("needs_native", "trained")
+def test_what_does_not_fit_is_refused_before_the_first_case(tiny_run, monkeypatch):
+    monkeypatch.setattr(evaluate, "read_host", lambda: with_free(2**20))
+    with pytest.raises(DoesNotFitError, match="case e must leave"):
+        run_command(evaluate, "--run", tiny_run)
+    assert not scores_path(tiny_run, "test").exists()
 
 
 def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained, capsys):

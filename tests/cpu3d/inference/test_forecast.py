@@ -13,7 +13,7 @@ from cpu3d.inference.forecast import Forecaster
 from cpu3d.inference.runs import Inference
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import FakePredictor, write_case
-from tests.cpu3d.runs import HOST, run_command
+from tests.cpu3d.runs import run_command, with_free
 
 SIZE = (320, 320, 320)  # nothing of it is allocated
 
@@ -32,10 +32,6 @@ def config(tiny_run):
 def record(tiny_store):
     case = tiny_store.cases("train")[0]
     return dataclasses.replace(case, shape=SIZE, box=whole(SIZE), resampled_from=None)
-
-
-def with_free(free_bytes):
-    return dataclasses.replace(HOST, available_bytes=free_bytes)
 
 
 def forecaster(*configs, free_bytes=64 * 2**30, written_bytes=6, **how):
