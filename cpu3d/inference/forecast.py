@@ -15,7 +15,7 @@ from cpu3d.data.resolution import field_of
 from cpu3d.data.store import case_extent
 from cpu3d.data.windows import window_count
 from cpu3d.errors import DoesNotFitError
-from cpu3d.host.memory import peak_rss_bytes, status_sizes
+from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, status_sizes
 from cpu3d.inference.runs import Inference, mirrored_axes_of, window_of
 from cpu3d.settings import RunConfig
 from memory_estimator.calibration import find_constants
@@ -76,8 +76,9 @@ class Forecaster:
         self._inference = inference
         self._host = host
         self._written_bytes = written_bytes
-        self._base_bytes = status_sizes().get("VmRSS", peak_rss_bytes())
-        self._kept_bytes = 0  # by the networks of answers so far
+        # By networks that have computed in this process, a training's too.
+        self._kept_bytes = allocator_peak_bytes() or 0
+        self._base_bytes = status_sizes().get("VmRSS", peak_rss_bytes()) - self._kept_bytes
 
     def forecast(self, record: CaseRecord) -> Forecast:
         """The forecast of a case that is in memory and answered next. Runs on whole volumes at full
