@@ -72,6 +72,7 @@ def test_what_whole_steps_show_of_the_host_is_kept(
     phantom_store, learnt, tmp_path, monkeypatch, freeze
 ):
     monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
+    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)  # else none is kept
     settings = {**SMALL, **LEARNT, "init": str(learnt), "freeze": freeze}
     train(phantom_store.folder, tmp_path, settings=settings)
     assert bool(find_constants().scales) == (freeze == "none")
