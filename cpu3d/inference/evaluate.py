@@ -71,7 +71,6 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
-from memory_estimator.host import read_host
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     check_folder(path.parent, "evaluation")
     _check_replaceable(path, out, together)
     _check_filled(store, split)
-    host = read_host()  # before TensorFlow takes its memory
     predictors = trained_predictors(runs, together.weights, inference)
     predictor = Ensemble(predictors)
     folder = writable_folder(path.parent, "evaluation")
@@ -130,7 +128,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
             about=origin(runs, configs, predictors),
             postprocessing=rules,
             evidence=options.evidence,
-            forecaster=forecaster_of(predictors, inference, host, SCORED_BYTES),
+            forecaster=forecaster_of(predictors, inference, SCORED_BYTES),
         )
     if options.json:
         print(json.dumps(scores, indent=1))

@@ -1,7 +1,7 @@
 """Predicts what the answer on an image takes, once the image is read and its box is known, before
 the network sees it.
 
-    forecaster = Forecaster(configs, Inference(), read_host())
+    forecaster = forecaster_of(predictors, Inference(), WRITTEN_BYTES)
     forecaster.forecast(record)    # memory, time, and whether one pass fits
 """
 
@@ -21,7 +21,7 @@ from cpu3d.settings import RunConfig
 from memory_estimator.calibration import find_constants
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.forward_pass import forward_pass
-from memory_estimator.host import Host
+from memory_estimator.host import Host, read_host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import Job
 from models.strides import shape3
@@ -62,19 +62,21 @@ class Forecast:
 
 
 class Forecaster:
-    """Makes the forecasts of images that runs answer on together, on the CPUs of a host, whose
-    free memory is that before TensorFlow was imported."""
+    """Makes the forecasts of images that runs answer on together, on the CPUs of a host with so
+    much memory for this process."""
 
     def __init__(
         self,
         configs: Sequence[RunConfig],
         inference: Inference,
         host: Host,
+        free_bytes: int,
         written_bytes: int = WRITTEN_BYTES,
     ):
         self._configs = configs
         self._inference = inference
         self._host = host
+        self._free_bytes = free_bytes
         self._written_bytes = written_bytes
         # By networks that have computed in this process, a training's too.
         self._kept_bytes = allocator_peak_bytes() or 0
@@ -129,17 +131,21 @@ class Forecaster:
         image_bytes = (2 * len(record.channel_mean) + LEFT_BYTES) * math.prod(record.shape)
         peak_bytes = self._base_bytes + image_bytes
         peak_bytes += max(self._kept_bytes + normalised_bytes, answering_bytes)
-        free_bytes = self._host.free_bytes
-        return Forecast(grid, in_windows, peak_bytes, seconds, free_bytes), network_bytes
+        made = Forecast(grid, in_windows, peak_bytes, seconds, self._free_bytes)
+        return made, network_bytes
 
 
 def forecaster_of(
-    predictors: Sequence[Any], inference: Inference, host: Host, written_bytes: int
+    predictors: Sequence[Any], inference: Inference, written_bytes: int
 ) -> Optional[Forecaster]:
     """The forecaster of loaded runs; None on a card and in TensorFlow's layers, where memory is not
     known."""
     import tensorflow as tf
 
+    host = read_host()
     if not host.instructions or tf.config.get_visible_devices("GPU"):
         return None
-    return Forecaster([each.config for each in predictors], inference, host, written_bytes)
+    configs = [each.config for each in predictors]
+    # A forecast is of the whole process, and what that has is not free any more.
+    free_bytes = host.free_bytes + status_sizes().get("VmRSS", 0)
+    return Forecaster(configs, inference, host, free_bytes, written_bytes)

@@ -105,7 +105,6 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_seconds
-from memory_estimator.host import read_host
 
 IN_WINDOWS = (
     "in windows of the training's largest grid, as one pass over the image may not fit the free "
@@ -163,7 +162,6 @@ OPTIONS = (Networks, Options, Inference)
 def run(chosen: Networks, options: Options, inference: Inference) -> int:
     check_exist("--image", options.image)
     check_folder(options.out, "--out")
-    host = read_host()  # before TensorFlow takes its memory
     together, predictors, postprocessing = _networks(chosen, inference)
     configs = together.configs
     predictor = Ensemble(predictors)
@@ -182,7 +180,7 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     forecaster = None  # of an export: what it takes depends on what runs it
     if chosen.run:
         written_bytes = _written_bytes(options, postprocessing)
-        forecaster = forecaster_of(predictors, inference, host, written_bytes)
+        forecaster = forecaster_of(predictors, inference, written_bytes)
     if options.dry_run:
         if forecaster is None:
             raise InputError(

@@ -115,7 +115,7 @@ def test_the_summary_is_worked_out_by_hand():
 
 @pytest.mark.usefixtures("needs_native", "trained")
 def test_what_does_not_fit_is_refused_before_the_first_case(tiny_run, monkeypatch):
-    monkeypatch.setattr(evaluate, "read_host", lambda: with_free(2**20))
+    monkeypatch.setattr("cpu3d.inference.forecast.read_host", lambda: with_free(2**20))
     with pytest.raises(DoesNotFitError, match="case e must leave"):
         run_command(evaluate, "--run", tiny_run)
     assert not scores_path(tiny_run, "test").exists()

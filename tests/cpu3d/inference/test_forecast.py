@@ -13,7 +13,7 @@ from cpu3d.inference.forecast import Forecaster
 from cpu3d.inference.runs import Inference
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import FakePredictor, write_case
-from tests.cpu3d.runs import run_command, with_free
+from tests.cpu3d.runs import HOST, run_command, with_free
 
 SIZE = (320, 320, 320)  # nothing of it is allocated
 
@@ -35,7 +35,7 @@ def record(tiny_store):
 
 
 def forecaster(*configs, free_bytes=64 * 2**30, written_bytes=6, **how):
-    return Forecaster(configs, Inference(**how), with_free(free_bytes), written_bytes)
+    return Forecaster(configs, Inference(**how), HOST, free_bytes, written_bytes)
 
 
 def test_runs_keep_their_answers_and_take_turns_with_their_networks(config, record):
@@ -86,7 +86,7 @@ def test_a_dry_run_tells_each_image_and_writes_nothing_and_a_run_answers_what_fi
     assert not (tmp_path / "out").exists()
     assert run_command(*ask) == run_command(*ask, "--dry-run") == 0
     assert capsys.readouterr().out.count("a: 16 x") == 1, "of an answer that is kept, too"
-    monkeypatch.setattr(predict, "read_host", lambda: with_free(2**20))
+    monkeypatch.setattr("cpu3d.inference.forecast.read_host", lambda: with_free(2**20))
     with pytest.raises(DoesNotFitError, match="case a"):
         run_command(*ask, "--overwrite")
 
@@ -100,10 +100,9 @@ set_up()
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.host.memory import peak_rss_bytes
-from cpu3d.inference.forecast import Forecaster
+from cpu3d.inference.forecast import forecaster_of
 from cpu3d.inference.predictor import AS_TRAINED, Predictor
 from cpu3d.run.config_json import load_config
-from memory_estimator.host import read_host
 from models.unet3d import build_unet3d
 
 config = load_config(Path(sys.argv[1]))
@@ -112,7 +111,7 @@ case = open_store(config.store).cases("train")[0]
 record = dataclasses.replace(case, shape=shape, box=whole(shape))
 predictor = Predictor(config, build_unet3d(config.unet, batch_size=1).get_weights(), AS_TRAINED)
 image = np.ones((*shape, 2), np.int16)
-predicted = Forecaster([config], AS_TRAINED, read_host()).forecast(record).peak_bytes
+predicted = forecaster_of([predictor], AS_TRAINED, 6).forecast(record).peak_bytes
 before = peak_rss_bytes()
 predictor.probabilities(image, record)[..., 0]
 print(predicted - before, peak_rss_bytes() - before)
