@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cpu3d.__main__ import COMMANDS, parse
+from cpu3d.__main__ import parse
 from cpu3d.experiments.variants import parse_variant
 from memory_estimator import __main__ as estimator
 from tests.test_imports import ROOT, sources
@@ -97,11 +97,3 @@ def test_what_a_page_has_from_the_code_is_made_by_plain_python(name):
 def test_every_link_leads_somewhere(path):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text("utf-8"))
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_prints_its_help(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse([command, "--help"])
-    assert ended.value.code == 0
-    assert f"run.sh {command}" in capsys.readouterr().out

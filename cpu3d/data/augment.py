@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.cases.resample import thick_axis
 from cpu3d.data.labels import mirror_pair
 from cpu3d.data.normalise import Levels
 from cpu3d.data.region import Array, xyz
@@ -234,7 +235,14 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
 
 def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Array:
     """Return the matrix (3, 3) float32 from made voxels to those they come from: it undoes turns
-    in mm about X, Y and Z, and a zoom."""
+    in mm about X, Y and Z, and a zoom. Of thick slices only what is in their plane: across them
+    there is too little to interpolate between (nnU-Net's "dummy 2D", Isensee et al. 2021)."""
+    sizes = np.array(spacing_mm)
+    zooms = np.full(3, zoom)
+    across = thick_axis(spacing_mm)
+    if across is not None:
+        angles_deg = angles_deg * (np.arange(3) == across)
+        zooms[across] = 1
     turn = np.eye(3)
     for axis, angle in enumerate(np.radians(angles_deg)):
         low, high = [k for k in range(3) if k != axis]
@@ -243,5 +251,4 @@ def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Arr
         about[low, high] = -math.sin(angle)
         about[high, low] = math.sin(angle)
         turn = about @ turn
-    sizes = np.array(spacing_mm)
-    return (turn.T / zoom * (sizes / sizes[:, None])).astype(np.float32)
+    return (turn.T / zooms[:, None] * (sizes / sizes[:, None])).astype(np.float32)

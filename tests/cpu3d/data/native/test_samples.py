@@ -197,12 +197,12 @@ def test_no_change_leaves_the_window_of_a_ct_and_0_stays_0_only_where_it_is_back
 
 @pytest.mark.parametrize("position", range(3))
 @pytest.mark.parametrize("resolution", [1, (0.5, 0.5, 1)])
-def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x_1_x_5_mm(
+def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x_1_x_2_mm(
     resolution, position
 ):
-    """Seen at its own resolution, and at 2 x 2 x 5 mm, and at the place by hand."""
-    shape = (120, 120, 25)
-    spacing_mm = np.array([1, 1, 5])
+    """Seen at its own resolution, and at 2 x 2 x 2 mm, and at the place by hand."""
+    shape = (120, 120, 60)
+    spacing_mm = np.array([1, 1, 2])
     centre_mm = np.array([8.0, 12, -9])
     config = AugmentConfig(gain=0, offset=0, rotation_deg=44, scaling=0.2)
     levels = levels_of([Statistics(0, 1, 0, 1)], ())
