@@ -237,7 +237,6 @@ def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Arr
     """Return the matrix (3, 3) float32 from made voxels to those they come from: it undoes turns
     in mm about X, Y and Z, and a zoom. Of thick slices only what is in their plane: across them
     there is too little to interpolate between (nnU-Net's "dummy 2D", Isensee et al. 2021)."""
-    sizes = np.array(spacing_mm)
     zooms = np.full(3, zoom)
     across = thick_axis(spacing_mm)
     if across is not None:
@@ -251,4 +250,5 @@ def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Arr
         about[low, high] = -math.sin(angle)
         about[high, low] = math.sin(angle)
         turn = about @ turn
+    sizes = np.array(spacing_mm)
     return (turn.T / zooms[:, None] * (sizes / sizes[:, None])).astype(np.float32)

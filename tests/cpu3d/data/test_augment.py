@@ -104,7 +104,7 @@ def test_noise_alone_needs_no_volume_at_a_time():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("noise", -1), ("blur", np.nan), ("gain", 1)],
+    [("noise", -1), ("blur", np.nan), ("gain", 1), ("contrast", 1), ("low_resolution", 1)],
 )
 def test_an_augmentation_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=f"augment {name} must be in .*, got {value}"):
