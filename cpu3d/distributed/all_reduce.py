@@ -80,7 +80,7 @@ def join(
     _, port = host_and_port(cluster.addresses[cluster.rank])
     say(
         f"warning: TensorFlow opens port {port} of this host; anyone who reaches it can use it "
-        "without a password, and read and write files as you (docs/long_runs.md)"
+        "without a password, and read and write files as you (docs/clusters.md)"
     )
     return _Joined(cluster, _tensorflow_sum(cluster), plan)
 
