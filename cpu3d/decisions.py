@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Dict, Optional, Sequence, Tuple
 
+from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.region import NO_GRID, Shape3
@@ -67,6 +68,12 @@ def decide(
     if dtype == AUTO:
         dtype = host.best_dtype if card is None else best_dtype(card)
     depth, strides, reasons = _levels(settings, chosen, store)
+    augment = settings.augment
+    if "augment" not in chosen and augment == AugmentConfig(flip=augment.flip):
+        cases = len(with_fold(store, settings.fold).manifest.split["train"])
+        if cases < FEW_CASES:
+            augment = dataclasses.replace(AUGMENTS["nnunet"], flip=augment.flip)
+            reasons["augment"] = f"augment nnunet: {cases} training cases, fewer than {FEW_CASES}"
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
@@ -79,6 +86,7 @@ def decide(
     settings = dataclasses.replace(
         settings,
         unet=unet,
+        augment=augment,
         channels=channels,
         regions=regions,
         device=device,

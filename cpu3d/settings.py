@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
-from cpu3d.data.augment import AUGMENTS, AugmentConfig
+from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.region import EXTENTS, NO_GRID
 from cpu3d.errors import InputError
@@ -376,7 +376,8 @@ class Shorthand:
     augment: Optional[str] = option(
         None,
         "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
-        "blur and low resolution too, with nnU-Net's strengths (default: light)",
+        "blur and low resolution too, as nnU-Net has them (default: nnunet below "
+        f"{FEW_CASES} training cases, else light)",
         choices=tuple(AUGMENTS),
         group="augmentation",
     )

@@ -1,6 +1,6 @@
 """What was decided for a data set, each with its reason: how its channels are normalised, the size
 of its voxels, the boxes that volumes are cut to, the levels, strides and coarse steps of the
-default network, its regions.
+default network, the augmentation, its regions.
 
     console.print(decided_table(store))               # at the end of `prepare`, and in `store info`
     strides, why = strides_of_store(store, median_extent(store, "brain"), depth)
@@ -10,6 +10,7 @@ import math
 import statistics
 from typing import List, NamedTuple, Sequence, Tuple
 
+from cpu3d.data.augment import FEW_CASES
 from cpu3d.data.cases.kinds import FROM_SHARE
 from cpu3d.data.cases.resample import in_mm, range_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
@@ -65,6 +66,7 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
         _coarse_steps(median, unet),
+        _augmentation(manifest),
         *_regions(manifest),
     ]
 
@@ -168,6 +170,13 @@ def _coarse_steps(box: Shape3, unet: UNetConfig) -> DecidedRow:
         return DecidedRow("coarse steps", f"on {grid}", halved)
     least = round(LEAST_COARSE_VOXELS ** (1 / 3))
     return DecidedRow("coarse steps", "none", f"{halved}: {grid} has fewer than {least}^3 voxels")
+
+
+def _augmentation(manifest: Manifest) -> DecidedRow:
+    """How samples of a run are changed by chance, by itself."""
+    cases = len(manifest.split["train"])
+    why = f"{count(cases, 'training case')}; nnunet below {FEW_CASES}"
+    return DecidedRow("augmentation", "nnunet" if cases < FEW_CASES else "light", why)
 
 
 def _regions(manifest: Manifest) -> List[DecidedRow]:

@@ -36,7 +36,7 @@ AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 EVERY = AugmentConfig(
     rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
 )
-SEED = 27  # by which the first four samples have all changes of EVERY between them
+SEED = 10  # by which the first four samples have all changes of EVERY between them
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
 
@@ -244,7 +244,8 @@ def test_what_is_turned_keeps_its_shape_in_mm_and_is_what_is_around_a_patch(tmp_
     image = np.full((60, 60, 60, 1), 100, np.int16)
     image[0, 0, 0] = 300
     store = written(tmp_path, {"a": (image, (distance < 14).astype(np.uint8))})
-    turns = {"augment": AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40), "stop": 4}
+    augment = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40)
+    turns = {"augment": augment, "stop": 4, "seed": 142}  # three of the four are turned
     around = {"sampling": "foreground", "foreground": 1.0}
     for patch, _ in patch_dataset(store, (8, 8, 8), **around, **turns):
         np.testing.assert_allclose(patch, patch[0, 4, 4, 4, 0], atol=1e-3)
