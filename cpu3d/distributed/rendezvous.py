@@ -60,13 +60,16 @@ def meet(
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
         if is_over or time.monotonic() >= until_s:
-            todo = "see whether it runs and whether worker 0 can be reached"
+            todo = (
+                "see whether it runs, whether worker 0 can be reached, and whether all have one "
+                "order of --hosts"
+            )
             raise WorkerLostError(
                 f"{workers} must come within {limit_s:g} s, got no connection; {todo}, then give "
                 "the same command again"
             )
         if time.monotonic() >= say_at_s:
-            why = "named by TF_CONFIG; without this variable the run has one worker"
+            why = "named by --hosts or TF_CONFIG; without these the run has one worker"
             say(f"waiting for {workers}, {why}")
             say_at_s = float("inf")
 
@@ -84,7 +87,7 @@ def meet(
                     to_chief.pop_all()
                     return {0: connection}, answer.get("plan")
             if "wrong" in answer:
-                todo = "start them all by `launch`, or correct TF_CONFIG"
+                todo = "give all one --hosts or TF_CONFIG, and one version of this project"
                 raise InputError(f"{answer['wrong']}; {todo}")
             wait_for(answer.get("missing", [0]), "missing" in answer)
             time.sleep(TRY_AGAIN_S)
@@ -92,13 +95,14 @@ def meet(
 
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
     """The chief's plan, as `to_json` gave it with the name of its engine, for this worker's host.
-    Its store and engine must be the chief's."""
+    Its store and engine must be the chief's: of another engine the weights would differ."""
+    if engine != content["engine_name"]:
+        rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
+        todo = "give their hosts the same packages and kind of CPU, or CPU3D_INSTRUCTION_SET=avx2"
+        raise InputError(f"{rule}; {todo}")
     config = dataclasses.replace(
         config_from_json(dict(content["config"])), store=str(store.folder.resolve())
     )
-    if engine != content["engine_name"]:
-        rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
-        raise InputError(f"{rule}; give their hosts the same packages")
     if config.split_hash != store.manifest.split_hash:
         got = f"split {store.manifest.split_hash} for {config.split_hash}"
         raise InputError(
@@ -171,9 +175,8 @@ def _gather(
 ) -> Dict[int, socket.socket]:
     """The chief's part: the connections by rank, once all have come."""
     here: Dict[int, socket.socket] = {}
-    missing = list(range(1, cluster.workers))
     try:
-        while missing:
+        while missing := [rank for rank in range(1, cluster.workers) if rank not in here]:
             wait_for(missing)
             if select.select([listener], [], [], POLL_S)[0]:
                 with contextlib.suppress(OSError):  # the caller has gone again
@@ -182,7 +185,6 @@ def _gather(
                 if select.select([caller], [], [], 0)[0]:
                     # A caller that waits sends nothing: this one has gone again.
                     here.pop(rank).close()
-            missing = [rank for rank in range(1, cluster.workers) if rank not in here]
         for connection in here.values():
             _send(connection, {"go": True, "plan": plan})
         return here

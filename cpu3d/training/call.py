@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any, Dict
 
 from cpu3d.data.store import open_store
-from cpu3d.distributed.all_reduce import Exchange, join
+from cpu3d.distributed.all_reduce import ALONE, Exchange, join
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.distributed.rendezvous import plan_of_chief
+from cpu3d.errors import WorkerLostError
 from cpu3d.host.apply import engine_name, set_up
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import ThreadPlan, host_share
 from cpu3d.plan import Plan, make_plan
 from cpu3d.plan_text import check_run, plan_lines
 from cpu3d.util.progress import say
+from cpu3d.util.records import VERSION
 from memory_estimator.host import read_host
+from models.native.library import native_operations
 
 
 class Call:
@@ -62,12 +65,21 @@ class Call:
         place = (cluster.local_index, len(cluster.local_ranks))
         _, self.threads, tf = set_up(device=self.device, local=place)
         self.engine_name = engine_name(tf)
-        if cluster.is_chief:
-            plan = {**self.plan.to_json(), "engine_name": self.engine_name}
-            return join(cluster, plan=plan, say=say)
-        exchange = join(cluster, say=say)
-        self.plan = plan_of_chief(exchange.plan, self.store, self.host, self.engine_name)
-        return exchange
+        # Each worker updates its weights itself, with the rounding of these operations.
+        kind = f"{native_operations().float32 or 'no'} operations"
+        engine = f"cpu3d {VERSION}, {self.engine_name}, {kind}"
+        if not cluster.is_chief:
+            exchange = join(cluster, say=say)
+            self.plan = plan_of_chief(exchange.plan, self.store, self.host, engine)
+            return exchange
+        try:
+            return join(cluster, plan={**self.plan.to_json(), "engine_name": engine}, say=say)
+        except WorkerLostError:
+            # The others leave a run after its last step, and may not be started again for what the
+            # chief still does.
+            if self.plan.done < self.plan.steps:
+                raise
+            return ALONE
 
     def refuse_what_does_not_fit(self) -> None:
         """Raise DoesNotFitError if the plan may not fit, unless `force`."""

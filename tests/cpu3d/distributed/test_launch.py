@@ -103,7 +103,7 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
         assert line == f"worker {rank} of 2 {' '.join(map(str, words))} 1"
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search("2 workers on 1 host.* logs: .*worker-1.log", printed)
-    assert printed.count("worker 0") == 2, "the chief's words are shown, once each"
+    assert printed.count("worker 0") == 2  # the chief's words are shown, once each
     assert "worker 1" not in printed
     assert "finished after " in printed
 

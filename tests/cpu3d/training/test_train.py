@@ -13,7 +13,7 @@ from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.errors import DoesNotFitError, InputError, WorkerLostError
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -191,6 +191,21 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
     assert newest(tmp_path).path.read_bytes() == last
     steps, printed = go(epochs=1, policy="lean")
     assert (steps, "note: this run had policy speed before" in printed) == (4, True)
+
+
+@pytest.mark.usefixtures("without_network")
+def test_the_chief_alone_ends_a_finished_run_that_the_others_have_left(
+    phantom_store, tmp_path, monkeypatch
+):
+    def go(steps):
+        train(phantom_store.folder, tmp_path, settings={**FEW, "steps": steps, "batch": 2})
+
+    go(1)
+    monkeypatch.setenv("TF_CONFIG", Cluster(("127.0.0.1:20000", "b:1")).as_tf_config())
+    monkeypatch.setattr("cpu3d.training.call.join.__kwdefaults__", {"meeting_s": 0.1})
+    go(1)
+    with pytest.raises(WorkerLostError):
+        go(2)
 
 
 @pytest.mark.parametrize("more", MORE)
