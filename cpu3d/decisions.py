@@ -72,8 +72,8 @@ def decide(
     if "augment" not in chosen and augment == AugmentConfig(flip=augment.flip):
         cases = len(with_fold(store, settings.fold).manifest.split["train"])
         if cases < FEW_CASES:
-            augment = dataclasses.replace(AUGMENTS["nnunet"], flip=augment.flip)
-            reasons["augment"] = f"augment nnunet: {cases} training cases, fewer than {FEW_CASES}"
+            augment = dataclasses.replace(AUGMENTS["cutmix"], flip=augment.flip)
+            reasons["augment"] = f"augment cutmix: {cases} training cases, fewer than {FEW_CASES}"
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
@@ -205,6 +205,7 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
         threads=threads,
         from_store=True,
         reworked=settings.augment.needs_volume,
+        mixed=settings.augment.cutmix > 0,
         cases=cases,
     )
 

@@ -376,8 +376,8 @@ class Shorthand:
     augment: Optional[str] = option(
         None,
         "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
-        "blur and low resolution too, as nnU-Net has them (default: nnunet below "
-        f"{FEW_CASES} training cases, else light)",
+        "blur and low resolution too, as nnU-Net has them; cutmix: light, and boxes of other cases "
+        f"(default: cutmix below {FEW_CASES} training cases, else light)",
         choices=tuple(AUGMENTS),
         group="augmentation",
     )

@@ -297,6 +297,9 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
         if value_bytes < 4:
             prepared += 4 * volume * channels
     files = job.case_bytes or stored_bytes(job.shape, channels)
+    if job.mixed:  # another sample, of another case
+        prepared += (image.bytes + target.bytes) // job.micro
+        files *= 2
     largest = max(tensor.bytes for tensor in program.resident if tensor.group is Group.WEIGHTS)
     mapped = "exact: mapped or read; counted, though the kernel may drop mapped pages"
     twice = "exact: the largest variable, as read and as copied"

@@ -67,6 +67,7 @@ class Job:
     reworked: bool = False
     """Whether a store's samples are changed in ways that need them whole and in float32, such as
     gamma."""
+    mixed: bool = False  # whether a store's samples take boxes of others (CutMix)
     # of a store, the largest case's files; 0 is unknown, and then they are as large as the grid
     case_bytes: int = 0
     cases: int = 0  # training cases, which make an epoch; 0 is unknown

@@ -3,7 +3,7 @@ it.
 
 Gain and offset fold into the normalisation and cost nothing. Rotation and scaling are in
 millimetres, so that a rotation does not shear on a grid of unequal spacing. The other changes of
-intensity are those of nnU-Net.
+intensity are those of nnU-Net; boxes of other cases are those of CutMix (Yun et al. 2019).
 """
 
 import math
@@ -20,8 +20,9 @@ from cpu3d.data.resolution import growing
 from cpu3d.data.sampling import random_units, random_words
 from memory_estimator.common.schema import option
 
-# Keys of the random streams of a sample: its numbers, and its noise.
+# Keys of the random streams of a sample: its numbers, its box of another case, and its noise.
 _KEY = 0x61756721
+_BOX_KEY = 0x626F78
 _NOISE_KEY = 0x6E6F697365
 
 # The share of samples that have each change, and of their channels: nnU-Net's (Isensee et al. 2021;
@@ -59,6 +60,7 @@ class AugmentConfig:
     noise: float = 0.0  # of up to this many standard deviations
     blur: float = 0.0  # by this / 2 to this many voxels
     low_resolution: float = 0.0  # 1 - this to 1 of a channel's resolution
+    cutmix: float = 0.0  # this share of samples take a box of another sample, labels with it
 
     def __post_init__(self) -> None:
         for name, strength in vars(self).items():
@@ -81,7 +83,7 @@ class AugmentConfig:
 
 
 # A share of 1 or more would turn values round, or leave no voxel.
-SHARES = ("gain", "contrast", "low_resolution")
+SHARES = ("gain", "contrast", "low_resolution", "cutmix")
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
@@ -97,13 +99,14 @@ AUGMENTS = {
         blur=1.0,
         low_resolution=0.5,
     ),
+    "cutmix": AugmentConfig(cutmix=0.5),
 }
-"""--augment -> its strengths: flips, gain and offset alone, or with nnU-Net's (Isensee et al. 2021)
-too."""
+"""--augment -> its strengths: flips, gain and offset alone, with nnU-Net's (Isensee et al. 2021)
+too, or with boxes of other cases."""
 
 FEW_CASES = 50
-"""Training cases below which a run is augmented by "nnunet" unless it is told how: 16 hearts of 8
-patients are learnt by heart with "light", 118 are not, nor are 208 hippocampi (records/log.md)."""
+"""Training cases below which a run is augmented by "cutmix" unless it is told how: 16 hearts of 8
+patients are learnt by heart with "light", 118 are not (records/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,25 @@ def draw(
         matrix=draws.turn(angles_deg, zoom, spacing_mm),
         **{name: value.astype(np.float32) for name, value in beyond.items()},
     )
+
+
+def draw_box(
+    share: float, grid: Sequence[int], *, seed: int, position: int
+) -> Optional[Tuple[int, Tuple[slice, ...]]]:
+    """Draw the position of the sample that the one at `position` takes a box of, and that box of
+    its `grid`; None for a sample, of 1 - `share` of them, that takes none. The box's share of the
+    voxels is uniform."""
+    units = random_units(seed, position, _BOX_KEY)
+    if next(units) >= share:
+        return None
+    donor = position + 1 + int(next(units) * 2**20)
+    edge = next(units) ** (1 / 3)
+    box = []
+    for voxels in grid:
+        size = max(round(voxels * edge), 1)
+        start = int(next(units) * (voxels - size + 1))
+        box.append(slice(start, start + size))
+    return donor, tuple(box)
 
 
 @dataclass(frozen=True)

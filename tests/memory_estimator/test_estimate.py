@@ -77,6 +77,9 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     # For gamma it is whole in float32, with a copy of a channel to smooth.
     reworked = of(from_store=True, reworked=True).upper_bound_bytes
     assert reworked - from_store.upper_bound_bytes == volume * (4 * 4 + 4)
+    # A box of another sample is taken from that, of another case's files.
+    mixed = of(from_store=True, mixed=True).upper_bound_bytes
+    assert mixed - from_store.upper_bound_bytes == sample + volume * (4 * 2 + 1)
     # Several volumes are side by side before they are copied into one batch.
     two = of(from_store=True, batch=2, micro_batch=2)
     assert beside(two)["samples in preparation"] == 2 * sample

@@ -8,7 +8,7 @@ from typing import Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.augment import AugmentConfig, draw
+from cpu3d.data.augment import AugmentConfig, draw, draw_box
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.native.samples import make_sample
@@ -67,7 +67,8 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
 class Loader:
     """Index of a sample of `share` -> its image and target.
 
-    A patch in which nothing is annotated is drawn again. Threads may call it, in any order."""
+    A patch in which nothing is annotated is drawn again. Some samples take a box of another one,
+    which is made on the same grid. Threads may call it, in any order."""
 
     reader: Reader
     records: Sequence[CaseRecord]
@@ -88,7 +89,23 @@ class Loader:
         if isinstance(sampling, VolumeSampling):
             begin = sample - (sample - self.first) % self.batch
             together = [self.share.position(begin + index) for index in range(self.batch)]
-            return self._made(position, volume_at(position, sampling, self.records, together))
+            volume = volume_at(position, sampling, self.records, together)
+            sampling = dataclasses.replace(sampling, grid=volume.grid)
+        image, target = self._sample(position, sampling)
+        grid = image.shape[:3]
+        drawn = draw_box(self.augment.cutmix, grid, seed=sampling.seed, position=position)
+        if drawn is not None:
+            donor, box = drawn
+            for values, others in zip((image, target), self._sample(donor, sampling)):
+                values[box] = others[box]
+        return image, target
+
+    def _sample(
+        self, position: int, sampling: Union[PatchSampling, VolumeSampling]
+    ) -> ImageAndTarget:
+        """Make the sample at a position, without a box of another."""
+        if isinstance(sampling, VolumeSampling):
+            return self._made(position, volume_at(position, sampling, self.records))
         made = self._made(position, patch_at(position, sampling, self.records))
         if self.spec.ignore is None:
             return made

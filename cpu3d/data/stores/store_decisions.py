@@ -175,8 +175,8 @@ def _coarse_steps(box: Shape3, unet: UNetConfig) -> DecidedRow:
 def _augmentation(manifest: Manifest) -> DecidedRow:
     """How samples of a run are changed by chance, by itself."""
     cases = len(manifest.split["train"])
-    why = f"{count(cases, 'training case')}; nnunet below {FEW_CASES}"
-    return DecidedRow("augmentation", "nnunet" if cases < FEW_CASES else "light", why)
+    why = f"{count(cases, 'training case')}; cutmix below {FEW_CASES}"
+    return DecidedRow("augmentation", "cutmix" if cases < FEW_CASES else "light", why)
 
 
 def _regions(manifest: Manifest) -> List[DecidedRow]:

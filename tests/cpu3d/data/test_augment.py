@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cpu3d.data.augment import AUGMENTS, NO_AUGMENT, AugmentConfig, draw, smoothing
+from cpu3d.data.augment import AUGMENTS, NO_AUGMENT, AugmentConfig, draw, draw_box, smoothing
 from cpu3d.data.normalise import Kind, Normalisation, Statistics, levels_of
 
 ALL = AUGMENTS["nnunet"]
@@ -103,6 +103,19 @@ def test_thick_slices_are_turned_and_zoomed_in_their_plane_alone():
     assert max(abs(matrix[0, 1]) for matrix in matrices) > 0.05
 
 
+def test_boxes_of_other_samples_have_any_share_of_the_grid_and_lie_anywhere_in_it():
+    drawn = [draw_box(0.3, (40, 30, 8), seed=1, position=position) for position in range(4000)]
+    boxes = [each for each in drawn if each is not None]
+    assert len(boxes) / 4000 == pytest.approx(0.3, abs=0.03)
+    spans = np.array([[(side.start, side.stop) for side in box] for _, box in boxes])
+    assert spans.min() == 0
+    np.testing.assert_array_equal(spans[..., 1].max(0), [40, 30, 8])
+    shares = np.prod(spans[..., 1] - spans[..., 0], 1) / (40 * 30 * 8)
+    np.testing.assert_allclose(np.quantile(shares, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.05)
+    np.testing.assert_allclose(spans.mean((0, 2)), [20, 15, 4], atol=0.6)
+    assert len({donor for donor, _ in boxes}) > 0.99 * len(boxes)
+
+
 def test_noise_alone_needs_no_volume_at_a_time():
     needs = [name for name in RANGES if dataclasses.replace(NO_AUGMENT, **{name: 0.1}).needs_volume]
     assert needs == ["blur", "contrast", "gamma", "low_resolution"]
@@ -110,7 +123,7 @@ def test_noise_alone_needs_no_volume_at_a_time():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("noise", -1), ("blur", np.nan), ("gain", 1), ("contrast", 1), ("low_resolution", 1)],
+    [("noise", -1), ("blur", np.nan), ("gain", 1), ("contrast", 1), ("cutmix", 1)],
 )
 def test_an_augmentation_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=f"augment {name} must be in .*, got {value}"):

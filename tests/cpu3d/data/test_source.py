@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data import source
-from cpu3d.data.augment import AugmentConfig
+from cpu3d.data.augment import AUGMENTS, AugmentConfig, draw_box
 from cpu3d.data.cases.case import facts_of
 from cpu3d.data.files.reader import READ_MODES, Reader
 from cpu3d.data.manifest import Geometry, array_path, remake
@@ -33,9 +33,7 @@ from models.strides import network_grid
 from tests.cpu3d.data.made_datasets import make_record, manifest_of, tiny_image, tiny_label
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
-EVERY = AugmentConfig(
-    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
-)
+EVERY = dataclasses.replace(AUGMENTS["nnunet"], cutmix=0.5)
 SEED = 10  # by which the first four samples have all changes of EVERY between them
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
@@ -146,6 +144,29 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
             expected = crop(volume, sample.region)
             assert own[0].shape == expected.shape
             assert own[0].numpy().tobytes() == expected.tobytes()
+
+
+def test_a_share_of_samples_has_a_box_of_another_one_with_its_labels(phantom_store):
+    shape = (20, 12, 16)
+
+    def made(start, stop, cutmix):
+        augment = AugmentConfig(cutmix=cutmix)
+        patches = patch_dataset(phantom_store, shape, augment=augment, start=start, stop=stop)
+        return [[values[0].numpy() for values in sample] for sample in patches]
+
+    mixed = 0
+    for position, sample in enumerate(made(0, 20, 0.5)):
+        ((image, target),) = made(position, position + 1, 0)
+        drawn = draw_box(0.5, shape, seed=0, position=position)
+        if drawn:
+            donor, box = drawn
+            ((other_image, other_target),) = made(donor, donor + 1, 0)
+            image[box] = other_image[box]
+            target[box] = other_target[box]
+            mixed += 1
+        np.testing.assert_array_equal(sample[0], image)
+        np.testing.assert_array_equal(sample[1], target)
+    assert 4 < mixed < 16
 
 
 # --- The stream ---
