@@ -28,15 +28,7 @@ _NOISE_KEY = 0x6E6F697365
 # The share of samples that have each change, and of their channels: nnU-Net's (Isensee et al. 2021;
 # nnUNetTrainer and batchgeneratorsv2 of its version 2). There gamma comes in two transforms, of 0.1
 # for the negative and of 0.3.
-PROBABILITY = {
-    "rotation_deg": 0.2,
-    "scaling": 0.2,
-    "noise": 0.1,
-    "blur": 0.2,
-    "contrast": 0.15,
-    "low_resolution": 0.25,
-    "gamma": 0.4,
-}
+PROBABILITY = {"noise": 0.1, "blur": 0.2, "contrast": 0.15, "low_resolution": 0.25, "gamma": 0.4}
 CHANNEL_PROBABILITY = {"blur": 0.5, "low_resolution": 0.5}  # the others change all channels
 NEGATIVE_PROBABILITY = 0.25  # of a sample with gamma: that it is the negative's
 BLUR_REACH = 4  # standard deviations of a Gaussian, beyond which it is 0
@@ -163,6 +155,9 @@ def draw(
     flips = [next(units) < 0.5 and axis in mirrored for axis in range(3)]
     angles_deg = within(config.rotation_deg, 3)
     zoom = (1 + config.scaling) ** within(1, 1)[0]
+    matrix = None
+    if config.rotation_deg or config.scaling:
+        matrix = _inverse(angles_deg, zoom, spacing_mm)
     gain = 1 + within(config.gain)
     offset = within(config.offset)
     noise = np.abs(within(config.noise)).astype(np.float32)
@@ -184,6 +179,7 @@ def draw(
         scale=(levels.scale * gain).astype(np.float32),
         shift=shift.astype(np.float32),
         flips=xyz(flips),
+        matrix=matrix,
         noise=noise if draws.happens("noise") else None,
         noise_keys=np.array(
             [divmod(next(words), 2**32) for _ in range(draws.channels)], np.uint32
@@ -193,7 +189,6 @@ def draw(
         contrast=contrast if draws.happens("contrast") else None,
         gamma=gamma if draws.happens("gamma") else None,
         negative=next(units) < NEGATIVE_PROBABILITY,
-        matrix=draws.turn(angles_deg, zoom, spacing_mm),
         **{name: value.astype(np.float32) for name, value in beyond.items()},
     )
 
@@ -234,14 +229,6 @@ class _Draws:
     def happens(self, name: str) -> bool:
         """Draw whether the sample changes in this way; it does not if the option is off."""
         return next(self.units) < PROBABILITY[name] and getattr(self.config, name) > 0
-
-    def turn(self, angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Optional[Array]:
-        """Draw whether the sample is turned, and whether it is zoomed; None if neither."""
-        is_turned = self.happens("rotation_deg")
-        is_zoomed = self.happens("scaling")
-        if not is_turned and not is_zoomed:
-            return None
-        return _inverse(angles_deg * is_turned, zoom if is_zoomed else 1, spacing_mm)
 
     def in_some_channels(self, name: str, values: Array, otherwise: float) -> Optional[Array]:
         """Draw the channels that change in this way and return their values; None if none does."""

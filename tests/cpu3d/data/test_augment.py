@@ -35,7 +35,7 @@ def test_what_is_drawn_depends_on_seed_and_position_alone():
         np.testing.assert_equal(vars(sample), vars(drawn(ALL, position)))
         assert np.all(np.abs([sample.scale - 1, sample.shift]) <= 0.1)
     samples.append(drawn(ALL, 0, seed=2))
-    for name in ("scale", "noise_keys"):
+    for name in ("matrix", "noise_keys"):
         assert len({getattr(sample, name).tobytes() for sample in samples}) == 51
     # The drawn intensity is applied to normalised values: here to x / 2 - 2.
     halved = drawn(ALL, 3, own=(4, 2, 0, 9))
@@ -81,26 +81,20 @@ def test_each_change_comes_as_often_as_it_should_and_within_its_range():
         assert low <= changed[is_changed].min() < low + margin
         assert high - margin < changed[is_changed].max() <= high
     assert np.mean([sample.negative for sample in samples]) == pytest.approx(0.25, abs=0.03)
-    matrices = np.array([sample.matrix for sample in samples if sample.matrix is not None], float)
-    zooms = 1 / np.cbrt(np.linalg.det(matrices))
-    turns = matrices * zooms[:, None, None]
-    is_turned = np.abs(turns - np.eye(3)).max((1, 2)) > 1e-5
-    for is_changed in (is_turned, np.abs(zooms - 1) > 1e-5):
-        assert is_changed.sum() / 3000 == pytest.approx(0.2, abs=0.02)
+    zooms = [1 / np.cbrt(np.linalg.det(sample.matrix.astype(float))) for sample in samples]
     assert 1 / 1.4 <= min(zooms) < 0.73
     assert 1.37 < max(zooms) <= 1.4 + 1e-6
+    turns = np.array([sample.matrix * zoom for sample, zoom in zip(samples, zooms)])
     for turn in turns[:20]:  # all axes alike, and turned rigidly
         np.testing.assert_allclose(turn @ turn.T, np.eye(3), atol=1e-5)
-    assert 0.7499 < turns[:, 0, 0].min() < 0.79  # by up to 30 degrees about Y and about Z
+    assert 0.7499 < turns[:, 0, 0].min() < 0.77  # by up to 30 degrees about Y and about Z
     assert abs(np.corrcoef(turns[:, 0, 1], turns[:, 0, 2])[0, 1]) < 0.1  # each by its own angle
 
 
 def test_thick_slices_are_turned_and_zoomed_in_their_plane_alone():
-    samples = [drawn(ALL, position, spacing_mm=(1, 1, 3)) for position in range(60)]
-    matrices = [sample.matrix for sample in samples if sample.matrix is not None]
-    for matrix in matrices:
-        np.testing.assert_array_equal([*matrix[2], *matrix[:, 2]], [0, 0, 1] * 2)
-    assert max(abs(matrix[0, 1]) for matrix in matrices) > 0.05
+    matrix = drawn(ALL, 0, spacing_mm=(1, 1, 3)).matrix
+    np.testing.assert_array_equal([*matrix[2], *matrix[:, 2]], [0, 0, 1] * 2)
+    assert abs(matrix[0, 1]) > 0.05
 
 
 def test_boxes_of_other_samples_have_any_share_of_the_grid_and_lie_anywhere_in_it():
@@ -123,7 +117,14 @@ def test_noise_alone_needs_no_volume_at_a_time():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("noise", -1), ("blur", np.nan), ("gain", 1), ("contrast", 1), ("cutmix", 1)],
+    [
+        ("noise", -1),
+        ("blur", np.nan),
+        ("gain", 1),
+        ("contrast", 1),
+        ("low_resolution", 1),
+        ("cutmix", 1),
+    ],
 )
 def test_an_augmentation_out_of_range_is_refused(name, value):
     with pytest.raises(ValueError, match=f"augment {name} must be in .*, got {value}"):

@@ -34,7 +34,7 @@ from tests.cpu3d.data.made_datasets import make_record, manifest_of, tiny_image,
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 EVERY = dataclasses.replace(AUGMENTS["nnunet"], cutmix=0.5)
-SEED = 10  # by which the first four samples have all changes of EVERY between them
+SEED = 27  # by which the first four samples have all changes of EVERY between them
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
 
@@ -265,8 +265,7 @@ def test_what_is_turned_keeps_its_shape_in_mm_and_is_what_is_around_a_patch(tmp_
     image = np.full((60, 60, 60, 1), 100, np.int16)
     image[0, 0, 0] = 300
     store = written(tmp_path, {"a": (image, (distance < 14).astype(np.uint8))})
-    augment = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40)
-    turns = {"augment": augment, "stop": 4, "seed": 142}  # three of the four are turned
+    turns = {"augment": AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40), "stop": 4}
     around = {"sampling": "foreground", "foreground": 1.0}
     for patch, _ in patch_dataset(store, (8, 8, 8), **around, **turns):
         np.testing.assert_allclose(patch, patch[0, 4, 4, 4, 0], atol=1e-3)
