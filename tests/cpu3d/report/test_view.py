@@ -105,6 +105,7 @@ def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_pa
 def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, shown, added, name):
     volume = np.full(SHAPE, -1000 + added, np.int16)
     volume[2:-2, 3:-3, 1:-1] = 50 + added
+    volume[7, 9, 5] = -1000 + added  # air in it
     path = tmp_path / f"{name}.nii.gz"
     write_volume(path, volume, GEOMETRY)
     case = shown("--image", path)
