@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, NoRoomError, exit_code_of, fault_of
 from memory_estimator.common.schema import add_options, arguments
-from memory_estimator.common.terminal import printing, use_utf8
+from memory_estimator.common.terminal import printing
 from memory_estimator.installed import as_typed, how_to_install
 from models.native.library import InstructionSetError
 
@@ -76,7 +76,6 @@ def main(argv: Optional[List[str]] = None) -> int:
         # a file that is cut while it is mapped ends the process: this prints where
         faulthandler.enable()
     if argv is None:
-        use_utf8()
         argv = sys.argv[1:]
     return printing(lambda: _run(argv))
 

@@ -26,7 +26,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 from memory_estimator import planner
 from memory_estimator.common.schema import add_options, from_args, given_options, option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.terminal import printing, use_utf8
+from memory_estimator.common.terminal import printing
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate
 from memory_estimator.forecast_text import steps_table, time_line, verdict
@@ -90,8 +90,6 @@ class Options(JobOptions):
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Print the estimate; returns one of the exit codes."""
-    if argv is None:
-        use_utf8()
     return printing(lambda: _estimate(argv))
 
 

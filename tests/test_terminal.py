@@ -1,5 +1,4 @@
-"""Both command lines on a terminal that is not UTF-8, with names in other letters, unread, and on
-a full disk."""
+"""Both command lines on a terminal that is not UTF-8, unread, and on a full disk."""
 
 import os
 import re
@@ -8,7 +7,6 @@ import sys
 
 import pytest
 
-from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.util.child import ROOT
 
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -27,31 +25,6 @@ def call(*words, terminal=(), stdout=subprocess.PIPE):
 def test_a_letter_that_the_terminal_lacks_is_replaced():
     for terminal, shown in ((POSIX, b"?"), ({"PYTHONIOENCODING": "latin-1:strict"}, b"\xb1")):
         assert shown in call(*ESTIMATE, *MEASURED, terminal=terminal).stdout
-
-
-NAME = "Zoë_患者"
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory):
-    """A data set with a case of this name, in a folder with other letters too."""
-    raw = tmp_path_factory.mktemp("raw") / "données"
-    write_phantom(raw, cases=3, shape=(24, 24, 24))
-    for folder in ("imagesTr", "labelsTr"):
-        (raw / folder / "BRATS_001.nii.gz").rename(raw / folder / f"{NAME}.nii.gz")
-    text = (raw / "dataset.json").read_text("utf-8")
-    (raw / "dataset.json").write_text(text.replace("BRATS_001", NAME), "utf-8")
-    return raw
-
-
-def test_a_name_with_other_letters_is_kept_in_files_and_stops_nothing(raw, tmp_path):
-    store = tmp_path / "магазин"
-    words = ("prepare", "--dataset", raw, "--store", store, "--split", "1", "1", "1")
-    done = call("cpu3d", *words, terminal=POSIX)
-    assert done.returncode == 0, done.stderr
-    assert [path for path in store.rglob("*") if NAME in path.name]
-    done = call("cpu3d", "status", "--run", tmp_path / NAME, terminal=POSIX)
-    assert (done.returncode, b"config.json" in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
+from cpu3d.data.cases.notes import note_lines, notes_of_store
 from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_volume
@@ -263,15 +263,9 @@ def _score(
 
 def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, List[str]]:
     """Case id -> what is unusual about it."""
-    manifest = store.manifest
-    channels = manifest.channels
-    units = unit_notes(manifest.cases, channels)
+    notes = notes_of_store(store.manifest)
     return {
-        record.case_id: [
-            *case_notes(record, channels, manifest.ignore),
-            *units.get(record.case_id, ()),
-            *training_notes(record, configs),
-        ]
+        record.case_id: [*notes[record.case_id], *training_notes(record, configs)]
         for record in store.cases(split)
     }
 

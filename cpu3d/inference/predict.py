@@ -28,9 +28,9 @@ on a CPU; --dry-run ends there. A run on whole
 volumes answers in windows of the largest grid that it was trained on where one pass would not fit
 the free memory; a note says so. An image that does not fit so either is refused.
 
-Several runs predict together, by the mean of their probabilities; folds must be complete. The
-folder of `train --folds` stands for all of its folds. Answers are post-processed as the runs
-decided, if all did, or as the cases of such a folder did; --raw leaves that out.
+Several runs predict together, by the mean of their probabilities. The folder of `train --folds`
+stands for all of its folds, which must be complete. Answers are post-processed as the runs decided,
+if all did, or as the cases of such a folder did; --raw leaves that out.
 
 A case that was predicted before of the same image, with the same weights and settings, is kept and
 named; another answer is replaced with --overwrite alone, and its files go. Files that `predict` has
@@ -81,7 +81,6 @@ from cpu3d.inference.runs import (
     RunOptions,
     RunSet,
     open_runs,
-    seen_notes,
     training_notes,
 )
 from cpu3d.inference.scores import voxel_mm3
@@ -190,7 +189,6 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
         return _dry_run(predictor, cases, options, forecaster, problems)
     todo, kept = _to_do(predictor, cases, options, about, postprocessing)
     writable_folder(options.out, "--out")
-    notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     if kept:
         say(

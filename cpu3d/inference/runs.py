@@ -5,14 +5,13 @@ configs = load_configs(runs)
 store = store_of_run(configs[0])
 """
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.cases.resample import differs, in_mm
-from cpu3d.data.fold import parse_fold, with_fold
+from cpu3d.data.fold import with_fold
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
@@ -56,7 +55,6 @@ class RunOptions:
     """Options of the runs that predict, and of their weights."""
 
     run: Tuple[Path, ...] = option(help=RUN_HELP, metavar="DIR")
-    some_folds: bool = option(False, help="allow some of the folds to be missing")
     weights: Optional[str] = option(None, help=_WEIGHTS, choices=("best", "last"))
     raw: bool = option(False, help="keep what post-processing would remove")
 
@@ -193,21 +191,6 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
     return list(dict.fromkeys(notes))
 
 
-def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[str]:
-    """A note that names the cases that some of the runs were trained on, if there are any."""
-    trained = set()
-    for config in configs:
-        with contextlib.suppress(InputError, OSError):  # the store may have been moved
-            trained.update(store_of_run(config).manifest.split["train"])
-    seen = sorted(trained.intersection(case_ids))
-    if not seen:
-        return []
-    return [
-        f"note: the runs were trained on cases of these names, {listed(seen)}: if they are the "
-        "same ones, their answers are better than those of new cases"
-    ]
-
-
 @dataclass(frozen=True)
 class RunSet:
     """Runs that answer together."""
@@ -231,22 +214,20 @@ def open_runs(options: RunOptions) -> RunSet:
             )
         trained = trained_folds(folder)
         lacking = [fold for fold in read_folds(folder).names if fold not in trained]
-        if lacking and not (options.some_folds and trained):
-            more = ", or add --some-folds" if trained else ""
+        if lacking:
             raise InputError(
                 f"folds of {folder} must all be trained to their end, got {listed(lacking)} "
-                f"without; repeat its `train --folds`{more}"
+                "without; repeat its `train --folds`, or name the runs of some folds"
             )
         runs = list(trained.values())
         weights = FOLD_WEIGHTS
-    configs = load_configs(runs, some_folds=options.some_folds)
+    configs = load_configs(runs)
     return RunSet(runs, configs, options.weights or weights, folder)
 
 
-def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:
+def load_configs(runs: Sequence[Path]) -> List[RunConfig]:
     """The settings of each run. Raises InputError, with all problems, unless the runs differ and
-    share store, regions and split, and folds are all folds of one K, each once, or with
-    `some_folds` some of them."""
+    share store, regions and split."""
     configs = [load_config(run) for run in runs]
     if len(runs) == 1:
         return configs
@@ -262,16 +243,5 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
                     f"{name} of run {run} must be {first}, as of run {runs[0]}, got {other}; put "
                     "runs of one store and of the same regions together"
                 )
-    folds = [config.fold for config in configs]
-    if any(folds):
-        total = max(parse_fold(fold)[1] for fold in folds if fold)
-        every = {f"{number}/{total}" for number in range(1, total + 1)}
-        is_right = set(folds) <= every if some_folds else set(folds) == every
-        if not is_right or len(set(folds)) < len(folds):
-            got = listed(fold or "a run of no fold" for fold in folds)
-            problems.append(
-                f"runs must be all folds of {total}, each once, or some with --some-folds, got "
-                f"{got}; name others"
-            )
     raise_if_any(problems)
     return configs

@@ -9,23 +9,6 @@ from typing import Callable
 READER_GONE = 1  # the exit code
 
 
-def use_utf8() -> None:
-    """Start this program again in Python's UTF-8 mode, if the locale has another encoding.
-
-    Else a file's name with other letters would go into JSON as half surrogates, and no other host
-    would find that file. What is printed stays in the locale's encoding.
-    """
-    if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
-        return
-    words = getattr(sys, "orig_argv", ())[1:]  # Python 3.9 has none
-    if not words or not sys.executable:  # no program, but a prompt or another program's Python
-        return
-    os.environ["PYTHONUTF8"] = "1"
-    if sys.stdout is not None:
-        os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:replace")
-    os.execv(sys.executable, [sys.executable, *words])
-
-
 def printing(command: Callable[[], int]) -> int:
     """Run `command` and return its exit code, whatever it prints to.
 

@@ -1,7 +1,6 @@
 """The patient of each case: from a table that a user gives, else from the case's name."""
 
 import csv
-import os
 import re
 from pathlib import Path
 from typing import Collection, Dict, List, Mapping, Tuple
@@ -91,13 +90,3 @@ def describe_patients(rules: Mapping[str, int]) -> List[str]:
     """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of
     cases."""
     return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
-
-
-def alike(case_ids: Collection[str]) -> Tuple[str, ...]:
-    """The two of several names with the longest common beginning: they may be of one patient."""
-
-    def common(pair: Tuple[str, str]) -> int:
-        return len(os.path.commonprefix(pair))  # noqa: RUF071, letter by letter
-
-    ordered = sorted(case_ids)
-    return max(zip(ordered, ordered[1:]), key=common)

@@ -40,7 +40,7 @@ from cpu3d.data.cases.resample import (
 )
 from cpu3d.data.datasets.dataset import Dataset, parse_regions, regions_in_words
 from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
-from cpu3d.data.datasets.patients import UNKNOWN, alike, describe_patients
+from cpu3d.data.datasets.patients import UNKNOWN, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.labels import (
     PaintedRegions,
@@ -322,9 +322,8 @@ def _announce(dataset: Dataset) -> None:
     lines += [f"  {rule}" for rule in describe_patients(Counter(dataset.patient_rules.values()))]
     unknown = [name for name, rule in dataset.patient_rules.items() if rule == UNKNOWN]
     if len(unknown) > 1:
-        pair = " and ".join(alike(unknown))
         todo = "name them with --patients FILE, or test scores may be too good"
-        lines.append(f"  if a patient has several cases, as perhaps {pair}, {todo}")
+        lines.append(f"  if a patient has several cases, {todo}")
     say(*lines, stderr=False)
     say(*dataset.warnings)
 

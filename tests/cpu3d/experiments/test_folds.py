@@ -14,7 +14,6 @@ from cpu3d.experiments import folds
 from cpu3d.experiments.folds import train_folds
 from cpu3d.experiments.runner import RunFailedError
 from cpu3d.inference.postprocessing import run_rules
-from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
 from cpu3d.report.folds import write_folds_report
@@ -319,15 +318,6 @@ def test_the_folds_together_predict_and_are_scored_on_untouched_cases(commands, 
         page = page_of(whole_folds)
         assert "The scores of the test cases" in page
         assert "Untouched cases" not in page
-
-
-def test_a_case_that_networks_were_trained_on_is_noted_and_no_other(whole_folds, phantom_store):
-    configs = [load_config(whole_folds / name) for name in ("fold-1", "fold-2")]
-    known = held_out(whole_folds, 1)[0]
-    untouched = phantom_store.manifest.split["test"][0]
-    (note,) = seen_notes([known, untouched, "new"], configs)
-    assert f" {known}:" in note
-    assert untouched not in note
 
 
 def test_what_trains_one_run_takes_no_folds(phantom_store, uncut, capsys):

@@ -212,14 +212,13 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
 ):
     first, last, out = *fold_runs("1/3", "3/3"), tmp_path / "both"
     for words, problem in (
-        (("--some-folds",), "--out must name a folder"),
-        (("--out", out), "all folds of 3"),
-        (("--out", out, "--some-folds", "--split", "train"), "--split must be test for folds"),
+        ((), "--out must name a folder"),
+        (("--out", out, "--split", "train"), "--split must be test for folds"),
     ):
         with pytest.raises(InputError, match=problem):
             run_command(evaluate, "--run", first, last, *words)
     assert trained == []
-    assert run_command(evaluate, "--run", first, last, "--out", out, "--some-folds") == 0
+    assert run_command(evaluate, "--run", first, last, "--out", out) == 0
     scores = read(out)
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
     named = [(run["run"], run["fold"]) for run in scores["runs"]]
@@ -227,7 +226,7 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
     assert not (first / "evaluation").exists()
     with pytest.raises(InputError, match=f"got scores of {first} and {last}; choose another --out"):
         run_command(evaluate, "--run", first, "--out", out)
-    assert run_command(evaluate, "--run", last, first, "--out", out, "--some-folds") == 0
+    assert run_command(evaluate, "--run", last, first, "--out", out) == 0
 
 
 def test_cases_unlike_the_trainings_are_named(fold_runs, trained, capsys):

@@ -145,30 +145,6 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
     assert same.dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    ("folds", "fits"),
-    [
-        ("3/3 1/3 2/3", "always"),
-        (" ", "always"),
-        ("1/5 2/5 4/5", "some"),
-        ("1/2 1/2 2/2", ""),
-        ("1/2  2/2", ""),
-    ],
-)
-@pytest.mark.parametrize("some_folds", [False, True])
-def test_folds_must_be_all_of_one_number_each_once_or_some_where_that_is_chosen(
-    fold_runs, folds, fits, some_folds
-):
-    folds = folds.split(" ")
-    folders = fold_runs(*folds)
-    if fits == "always" or (some_folds and fits):
-        configs = load_configs(folders, some_folds=some_folds)
-        assert [config.fold for config in configs] == folds
-    else:
-        with pytest.raises(InputError, match=f"must be all folds of .*, got {folds[0]}"):
-            load_configs(folders, some_folds=some_folds)
-
-
 def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused(
     fold_runs, tmp_path
 ):

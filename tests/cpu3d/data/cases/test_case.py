@@ -1,12 +1,10 @@
-from types import SimpleNamespace
-
 import nibabel
 import numpy as np
 import pytest
 from nibabel import orientations
 
 from cpu3d.data.cases.case import CENTRES, centres_of, facts_of, load_case
-from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
+from cpu3d.data.cases.notes import case_notes, note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, whole
@@ -172,13 +170,6 @@ def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
     few = {"a": ["T1 is 1", "T2 is 1"], "b": ["T1 is 0.5"], "c": ["T1 is -3e-05"]}
     assert len(note_lines(few)) == 4
     assert len(note_lines({**few, "d": ["T1 is 7"]})) == 2
-
-
-def test_a_case_in_another_unit_is_within_100_of_1024_from_the_middle_of_all():
-    middles = {"a": 0, "b": 50, "c": 0, "d": 900, "e": 1100, "f": -1020}
-    values = ((None, (value, value, 9999)) for value in middles.values())
-    records = (SimpleNamespace(case_id=id_, foreground=each) for id_, each in zip(middles, values))
-    assert sorted(unit_notes(records, ["MRI", "CT"])) == ["e", "f"]
 
 
 # --- The same place in space ---

@@ -353,7 +353,7 @@ def test_appended_cases_are_normalised_as_the_store_and_another_unit_is_named(
     def in_unit(seed):
         return (in_hounsfield_units(seed) + added).astype(np.int16)
 
-    store = prepared(tmp_path, in_hounsfield_units, names=("CT",))
+    store = prepared(tmp_path, in_hounsfield_units, names=("CT",), crop=True)
     more = data_set(tmp_path / "more", in_unit, names=("CT",), seeds=(8, 9))
     words = ["store", "append", "--store", str(store.folder), "--dataset", str(more)]
     assert main(words) == 0
@@ -361,6 +361,9 @@ def test_appended_cases_are_normalised_as_the_store_and_another_unit_is_named(
     manifest = open_store(store.folder).manifest
     assert manifest.normalisation == store.manifest.normalisation
     assert len(manifest.cases) == 6
+    for record in manifest.cases[4:]:  # the window is known by now
+        assert record.stored == record.box
+        assert (record.box == whole(SHAPE)) == bool(added)
 
 
 def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):

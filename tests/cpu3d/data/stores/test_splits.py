@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.datasets.layouts import read_dataset
-from cpu3d.data.datasets.patients import TABLE, UNKNOWN, alike, patient_of, read_patients
+from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
 from cpu3d.data.fold import deal, parse_fold, with_fold, with_folds
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
@@ -24,10 +24,6 @@ PATIENTS = st.dictionaries(st.text(min_size=1), st.sampled_from("abcdefghijkl"),
 
 def one_each(count):
     return {f"case{number}": f"patient{number}" for number in range(count)}
-
-
-def test_two_names_that_may_be_of_one_patient():
-    assert alike(["a2", "genius_0102", "a1b", "genius_0101"]) == ("genius_0101", "genius_0102")
 
 
 def test_the_split_is_the_one_it_has_always_been():
