@@ -211,6 +211,8 @@ class InitRecord:
     seen: Optional[bool]
     """Whether those weights were trained on patients that this run holds out; None if that is not
     known."""
+    warnings: Tuple[str, ...] = ()
+    """What of this run's images is not as those weights know it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.datasets.names import channel_key
+from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import BEST, SavedArrays, weights_file
@@ -123,6 +125,7 @@ def open_transfer(config: RunConfig) -> Transfer:
         regions=tuple(name for name in config.regions if name not in new_regions),
         new_regions=new_regions,
         seen=_has_seen(config, old, split_hash),
+        warnings=_other_inputs(config, old, channels),
     )
     return Transfer(record, weights.arrays, pieces)
 
@@ -141,13 +144,14 @@ def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
         taken = record.layers - len(record.fresh_layers)
         layers = f"{taken} of {record.layers}; fresh: {listed(record.fresh_layers)}"
     first = "zero at first" if record.channels else "fresh"
-    return [
+    rows = [
         ("weights", weights),
         ("layers", layers),
         ("channels", _kept_and_new(record.channels, record.new_channels, first)),
         ("regions", _kept_and_new(record.regions, record.new_regions, "fresh")),
         (SEEN, seen_words(record)),
     ]
+    return rows + [("warning", words) for words in record.warnings]
 
 
 def leak(record: Optional[InitRecord]) -> str:
@@ -228,6 +232,27 @@ def _others(names: Sequence[str], pairs: Pairs) -> Tuple[str, ...]:
     """The names without a pair."""
     shared = [here for here, _ in pairs]
     return tuple(name for index, name in enumerate(names) if index not in shared)
+
+
+def _other_inputs(new: RunConfig, old: RunConfig, channels: Pairs) -> Tuple[str, ...]:
+    """What of the images is not as the weights were trained on: the normalisation of a channel
+    that both have, and the size of voxels that cases are resampled to."""
+    lines = []
+    kinds = of_all(new.normalisation_of(new.channels), len(new.channels))
+    old_kinds = of_all(old.normalisation_of(old.channels), len(old.channels))
+    for here, there in channels:
+        if kinds[here] != old_kinds[there]:
+            lines.append(
+                f"channel {new.channels[here]} is normalised by {kinds[here].words}, the weights "
+                f"were trained on {old_kinds[there].words}"
+            )
+    if new.target_spacing_mm != old.target_spacing_mm:
+        trained = in_mm(old.target_spacing_mm)
+        lines.append(
+            f"the store's spacing is {in_mm(new.target_spacing_mm)}, the weights were trained on "
+            f"{trained}"
+        )
+    return tuple(lines)
 
 
 def _kept_and_new(kept: Sequence[str], new: Sequence[str], first: str) -> str:

@@ -3,6 +3,9 @@ layout.
 
 Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
+With --kind ct they are bodies on a table, in Hounsfield units: air around them, fat, muscle, bone,
+a bladder of water at 0, and a liver with lesions, which are the labels.
+
 With --annotate-every 10 every tenth axial slice is labelled, as by hand; the voxels of the others
 are of a label "ignore"."""
 
@@ -16,6 +19,7 @@ import numpy as np
 
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import affine_rows, write_volume
+from cpu3d.data.phantoms.ct import CT_CHANNELS, CT_LABELS, ct_case
 from cpu3d.data.phantoms.head import CHANNELS, LABELS, VERSION, phantom_case
 from cpu3d.data.region import Array, Shape3, require
 from cpu3d.data.stores.folder import claimed
@@ -45,6 +49,7 @@ class Options:
         metavar="N",
         at_least=1,
     )
+    kind: str = option("mr", "heads in four MR channels, or bodies in CT", choices=("mr", "ct"))
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
 
@@ -62,21 +67,31 @@ class Drawing:
 
     shape: Shape3
     seed: int
+    kind: str
     annotate_every: int
 
     def case(self, index: int) -> Tuple[Array, Array]:
-        """Draw image `(X, Y, Z, C)` int16 and label `(X, Y, Z)` uint8, axes R A S."""
-        image, label = phantom_case(self.shape, self.seed, index)
+        """Draw image `(X, Y, Z)` or `(X, Y, Z, C)` int16 and label `(X, Y, Z)` uint8, axes R A
+        S."""
+        if self.kind == "ct":
+            image, label = ct_case(self.shape, self.seed, index)
+        else:
+            image, label = phantom_case(self.shape, self.seed, index)
         is_annotated = np.arange(self.shape[2]) % self.annotate_every == 0
         label[..., ~is_annotated] = max(self.labels)
         return image, label
 
     @property
+    def channels(self) -> Tuple[str, ...]:
+        return CT_CHANNELS if self.kind == "ct" else CHANNELS
+
+    @property
     def labels(self) -> Dict[int, str]:
         """Label code -> name."""
+        labels = CT_LABELS if self.kind == "ct" else LABELS
         if self.annotate_every == 1:
-            return LABELS
-        return {**LABELS, max(LABELS) + 1: IGNORE}
+            return labels
+        return {**labels, max(labels) + 1: IGNORE}
 
 
 def write_phantom(
@@ -86,14 +101,15 @@ def write_phantom(
     shape: Shape3 = USUAL_SHAPE,
     seed: int = 0,
     workers: Optional[int] = None,
+    kind: str = "mr",
     annotate_every: int = 1,
 ) -> Path:
     """Write `cases` phantom cases below `out` and return that folder.
 
-    Case n depends on (seed, n) and on the shape alone, so more can be added later;
+    Case n depends on (seed, n) and on shape and kind alone, so more can be added later;
     `annotate_every` changes labels alone. Raises InputError for a shape out of range, and a folder
     with other files or in use; MemoryError as `run_jobs`."""
-    drawing = Drawing(shape, seed, annotate_every)
+    drawing = Drawing(shape, seed, kind, annotate_every)
     is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
     require(("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape))
     folders = ("imagesTr", "labelsTr")
@@ -124,12 +140,14 @@ def _write_case(out: Path, drawing: Drawing, index: int) -> None:
 
 def _dataset_json(cases: int, drawing: Drawing) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
+    name = "CT phantom" if drawing.kind == "ct" else "BRATS phantom"
+    channels = drawing.channels
     files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
-        "name": "BRATS phantom",
+        "name": name,
         "description": "Made-up volumes for trials of the software; no patient's data",
-        "tensorImageSize": "4D",
-        "modality": {str(index): channel for index, channel in enumerate(CHANNELS)},
+        "tensorImageSize": "4D" if len(channels) > 1 else "3D",
+        "modality": {str(index): channel for index, channel in enumerate(channels)},
         "labels": {str(code): label for code, label in drawing.labels.items()},
         "numTraining": cases,
         "numTest": 0,

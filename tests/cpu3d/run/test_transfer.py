@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.manifest import remake
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.experiments.folds import train_folds
@@ -219,6 +220,25 @@ def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_p
 
 
 # --- What the weights have seen ---
+
+
+def test_images_of_another_normalisation_or_spacing_than_the_weights_know_are_named(
+    phantom_store, source, tmp_path
+):
+    manifest = phantom_store.manifest
+    kinds = (Normalisation(Kind.ZSCORE),) * len(manifest.channels)
+    settings = dataclasses.replace(manifest.settings, target_spacing_mm=(1.0, 1.0, 2.0))
+    other = dataclasses.replace(manifest, normalisation=kinds, settings=settings)
+
+    def warnings(manifest):
+        store = Store(phantom_store.folder, manifest)
+        return plan_from(source, store, tmp_path).config.init_record.warnings
+
+    first, second, third = warnings(other)
+    assert "FLAIR is normalised by zscore" in first
+    assert "T1w is" in second
+    assert "spacing is 1 x 1 x 2 mm" in third
+    assert warnings(manifest) == ()
 
 
 def test_weights_of_another_fold_of_the_same_split_have_seen_held_out_patients(

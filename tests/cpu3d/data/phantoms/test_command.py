@@ -5,6 +5,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.phantoms.command import write_phantom
+from cpu3d.data.phantoms.ct import ct_case
 from cpu3d.data.phantoms.head import phantom_case
 from tests.cpu3d.data.made_datasets import content_of
 
@@ -41,8 +42,9 @@ def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
         np.testing.assert_array_equal(read(path), drawn)
 
 
-def test_of_slices_that_are_annotated_now_and_then_the_others_are_to_be_ignored(tmp_path):
-    options = {"cases": 1, "shape": SMALL, "workers": 1}
+@pytest.mark.parametrize("kind", ["mr", "ct"])
+def test_of_slices_that_are_annotated_now_and_then_the_others_are_to_be_ignored(tmp_path, kind):
+    options = {"cases": 1, "shape": SMALL, "workers": 1, "kind": kind}
     whole = read_dataset(write_phantom(tmp_path / "whole", **options))
     sparse = read_dataset(write_phantom(tmp_path / "sparse", **options, annotate_every=10))
     code = max(sparse.labels)
@@ -67,3 +69,18 @@ def test_a_shape_out_of_range_and_another_seed_are_refused_and_what_is_lost_is_w
     assert label.exists()
     assert main([*words, "--seed", "1"]) == 2
     assert "seed of phantom folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "total"), [((80, 72, 60), 0, 8520), ((24, 24, 24), 3, 383)]
+)
+def test_a_ct_has_a_liver_with_lesions_among_tissues_of_the_same_values(shape, index, total):
+    image, label = ct_case(shape, seed=3, index=index)
+    assert (image.dtype, image.shape, label.dtype) == (np.int16, shape, np.uint8)
+    assert min(np.bincount(label.ravel(), minlength=3)) >= 8
+    assert label.sum() == total  # as it was first drawn
+    assert np.median(image[label == 1]) - np.median(image[label == 2]) > 20
+    outside = image[:2, :2]
+    assert np.median(outside) == pytest.approx(-1000, abs=3)
+    assert outside.std() == pytest.approx(10, abs=3)
+    assert np.count_nonzero(np.abs(image) < 5) > 20, "water, at 0 HU"
