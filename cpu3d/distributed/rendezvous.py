@@ -93,12 +93,12 @@ def meet(
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
     """The chief's plan, as `to_json` gave it with the name of its engine, for this worker's host.
     Its store and engine must be the chief's."""
-    config = dataclasses.replace(
-        config_from_json(dict(content["config"])), store=str(store.folder.resolve())
-    )
     if engine != content["engine_name"]:
         rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
         raise InputError(f"{rule}; give their hosts the same packages")
+    config = dataclasses.replace(
+        config_from_json(dict(content["config"])), store=str(store.folder.resolve())
+    )
     if config.split_hash != store.manifest.split_hash:
         got = f"split {store.manifest.split_hash} for {config.split_hash}"
         raise InputError(

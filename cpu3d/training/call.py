@@ -15,6 +15,7 @@ from cpu3d.host.thread_plan import ThreadPlan, host_share
 from cpu3d.plan import Plan, make_plan
 from cpu3d.plan_text import check_run, plan_lines
 from cpu3d.util.progress import say
+from cpu3d.util.records import VERSION
 from memory_estimator.host import read_host
 
 
@@ -62,11 +63,12 @@ class Call:
         place = (cluster.local_index, len(cluster.local_ranks))
         _, self.threads, tf = set_up(device=self.device, local=place)
         self.engine_name = engine_name(tf)
+        packages = f"cpu3d {VERSION}, {self.engine_name}"
         if cluster.is_chief:
-            plan = {**self.plan.to_json(), "engine_name": self.engine_name}
+            plan = {**self.plan.to_json(), "engine_name": packages}
             return join(cluster, plan=plan, say=say)
         exchange = join(cluster, say=say)
-        self.plan = plan_of_chief(exchange.plan, self.store, self.host, self.engine_name)
+        self.plan = plan_of_chief(exchange.plan, self.store, self.host, packages)
         return exchange
 
     def refuse_what_does_not_fit(self) -> None:

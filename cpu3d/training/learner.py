@@ -219,7 +219,7 @@ class Learner:
         if differing.size:
             listed = [f"{fingerprints[rank]:.0f} on worker {rank}" for rank in (0, *differing)]
             rule = "weights must be the same on all workers"
-            todo = "take out the host that computes wrong"
+            todo = "take out the host that computes wrong, or has another kind of CPU"
             raise WorkersDifferError(
                 f"{rule}, got fingerprints {', '.join(listed)}; {todo}, then the same command "
                 "continues from the last checkpoint"
