@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import re
+import signal
 import socket
 import struct
 from typing import Any, Callable, Mapping, Optional
@@ -187,6 +188,9 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
     except tf.errors.OpError as error:
         raise lost_by_message(str(error), cluster) from error
+    # Its server takes SIGTERM for itself and does nothing: one that came before the first step was
+    # lost, and a time limit of Slurm's with it.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def reduce(part: Any) -> Any:
         # Without tf.identity: "destinations can not be empty".

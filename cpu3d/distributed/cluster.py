@@ -87,12 +87,17 @@ ALONE = Cluster(())  # a process that trains by itself
 
 def read_cluster(environ: Mapping[str, str]) -> Cluster:
     """The cluster of the environment's TF_CONFIG; ALONE without one, and for one without a cluster.
+    Several tasks of Slurm without one would each train the whole run: they are refused.
 
     TF_CONFIG is {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index":
     0}}; a chief that is named apart has rank 0 and the workers follow. Raises InputError for one
     that is not whole, and for a parameter server or an evaluator."""
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
+        tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks != "1":
+            todo = "start by srun --ntasks-per-node=1 ... launch train"
+            raise InputError(f"a training must be one task of srun, got {tasks}; {todo}")
         return ALONE
     todo = "correct it, or unset it to train alone"
     try:
@@ -186,14 +191,14 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
     outside a step.
 
     A batch script is none: it runs once, on the first host. The port is by the job's number, so
-    that jobs of one host seldom share it. Raises InputError if there is not one task a host,
-    numbered in order, and without Slurm's `scontrol`."""
-    if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environ):
+    that jobs of one host seldom share it. Raises InputError if there is not one task a host, and
+    without Slurm's `scontrol`."""
+    if "SLURM_STEP_NODELIST" not in environ:
         return None
-    todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
+    todo = "start by srun --ntasks-per-node=1, or name --hosts"
     command = ("scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"])
     try:
-        rank = int(environ["SLURM_PROCID"])
+        index = int(environ.get("SLURM_NODEID", ""))
         job = int(environ.get("SLURM_JOB_ID", "0"))
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
@@ -201,9 +206,7 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
         raise InputError(f"{rule}, got {error}; {todo}") from None
     hosts = tuple(done.stdout.split())
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    one_each = tasks in ("1", f"1(x{len(hosts)})") and 0 <= rank < len(hosts)
-    if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
-        got = f"SLURM_PROCID {rank} of {tasks} tasks on {len(hosts)} hosts"
-        rule = "Slurm's step must have one task on each of its hosts, in order"
-        raise InputError(f"{rule}, got {got}; {todo}")
-    return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections
+    if tasks not in ("1", f"1(x{len(hosts)})"):
+        rule = "Slurm's step must have one task on each of its hosts"
+        raise InputError(f"{rule}, got {tasks} tasks on {len(hosts)} hosts; {todo}")
+    return hosts, index, 15000 + job % 1000 * 16  # below Linux's range for connections

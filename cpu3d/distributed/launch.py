@@ -42,6 +42,7 @@ from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
+from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count as counted
 from memory_estimator.common.schema import add_options, arguments, option
@@ -159,7 +160,7 @@ def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: in
         if index >= len(hosts):
             rule = f"--host-index must be below {len(hosts)}, the number of hosts"
             raise InputError(f"{rule}, got {index}; leave it out")
-    elif (cluster := read_cluster(environ)) != ALONE:
+    elif environ.get("TF_CONFIG") and (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
             raise InputError(
                 f"--workers must be 1 with TF_CONFIG, got {options.workers}; leave it out"
@@ -180,6 +181,9 @@ def _launch(placement: Placement, train: Sequence[str], run: Path) -> None:
     """Start the workers of this host; stderr gets the chief's lines as they come."""
     wait_for_earlier(run, say)
     logs = writable_folder(run / "logs", "folder of logs")
+    if placement.cluster.is_chief:  # a worker's refusal would be in the log of who holds the run
+        with locked(run, "run"):
+            pass
     path = str(ROOT)
     if os.environ.get("PYTHONPATH"):
         path += os.pathsep + os.environ["PYTHONPATH"]

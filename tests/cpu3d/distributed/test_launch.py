@@ -11,6 +11,7 @@ from cpu3d.distributed import launch
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.distributed.launch import Options, place_workers
 from cpu3d.errors import InputError
+from cpu3d.util.lock import locked
 from tests.cpu3d.distributed.test_cluster import srun, tf_config
 from tests.cpu3d.host.hosts import XEON
 from tests.cpu3d.runs import run_command
@@ -122,6 +123,14 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
 def test_what_cannot_be_launched_is_refused(program, words, message):
     with pytest.raises(InputError, match=message):
         run_command(launch, *words)
+
+
+def test_a_run_that_another_job_holds_is_refused(program, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with locked(run, "run"), pytest.raises(InputError, match="one process at a time"):
+        run_command(launch, *train(tmp_path))
+    assert not [*run.rglob("*.log")]
 
 
 def test_options_of_train_are_read_before_anything_starts(program, tmp_path, capsys):
