@@ -22,11 +22,13 @@ RUN /opt/cpu3d/bin/pip install --no-cache-dir --no-deps .
 
 FROM build AS build-cpu
 # tensorflow-cpu is TensorFlow without its 370 MB for GPUs. Intel's extension is left out, 380 MB:
-# with the operations in C both engines are equally fast. Its headers are for compilers.
+# with the operations in C both engines are equally fast. Headers and libclang (64 MB), which it asks
+# for and never imports, are for compilers.
 RUN sed -i '/^intel/d; s/^tensorflow==/tensorflow-cpu==/' requirements.txt \
  && /opt/cpu3d/bin/pip install --no-cache-dir -r requirements.txt \
  && rm -r /opt/cpu3d/lib/python3.11/site-packages/tensorflow/include
-RUN /opt/cpu3d/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN /opt/cpu3d/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
+ && /opt/cpu3d/bin/pip uninstall -y libclang pip
 
 FROM ${BASE} AS runtime
 # What is kept for a user, such as the speed of this host, lies in the folder that is mounted.
