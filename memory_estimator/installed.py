@@ -79,6 +79,8 @@ def versions_of(packages: Iterable[str]) -> Dict[str, str]:
     """Package -> version, of the packages that are installed."""
     versions = {}
     for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+        # TensorFlow without CUDA is a package of its own, tensorflow-cpu.
+        for name in (f"{package}-cpu", package):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[package] = metadata.version(name)
     return versions
