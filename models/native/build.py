@@ -6,6 +6,8 @@ TensorFlow, such as kernels-SOURCES.INSTRUCTION+SETS.so. They need this host's C
 one: hosts that share a checkout build them on the oldest.
 """
 
+import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import itertools
@@ -75,25 +77,24 @@ def build(extra: Sequence[str] = (), folder: Optional[Path] = None) -> Libraries
     return Libraries(kernels, tf_ops, sets)
 
 
-def build_library(sources: Path, name: str) -> Path:
-    """The library, for ctypes, of a folder of C files that are no operations, compiled into the
-    folder's `built/` if there is none of these sources for this platform.
+def build_library(sources: Path, name: str) -> ctypes.CDLL:
+    """Load the library of a folder of C files that are no operations, compiled into the folder's
+    `built/` if there is none of these sources or, as it is of a newer C library, it does not load.
 
     It is for AVX2, the least that operations need, and every product and sum is rounded as it is
     written, so that all hosts compute the same. Raises as `build`.
     """
     check_platform()
     options = (*OPTIONS, *EXACT, *INSTRUCTION_SETS["avx2"].options)
-    digest = _digest(sources, (options, platform.libc_ver()))
-    library = sources / BUILT.name / f"{name}-{digest}.so"
-    if library.exists():
-        return library
+    library = sources / BUILT.name / f"{name}-{_digest(sources, options)}.so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(library))
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / name
         files = map(str, sorted(sources.glob("*.c")))
         command = [*find_compiler(), *options, "-shared", *files, "-o", str(made), "-lm"]
         subprocess.run(command, check=True)
-        return _install(made, library)
+        return ctypes.CDLL(str(_install(made, library)))
 
 
 def check_platform() -> None:
@@ -117,7 +118,7 @@ def find_compiler() -> List[str]:
     if named:
         return [named]
     if importlib.util.find_spec("ziglang"):
-        target = ("-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined")
+        target = ("-target", "x86_64-linux-gnu.2.28", "-fno-sanitize=undefined", "-g0")
         return [sys.executable, "-m", "ziglang", "cc", *target]
     rule = "native operations must be built by a C compiler, got none"
     raise OSError(f"{rule}; install gcc or `pip install ziglang`")

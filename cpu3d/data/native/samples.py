@@ -205,7 +205,7 @@ def function_in_c() -> Optional[Callable[[Any], int]]:
         lacking = sorted(set(INSTRUCTION_SETS["avx2"].needs) - set(read_host().isa))
         if lacking:
             raise OSError(f"the CPU lacks {', '.join(lacking)}")
-        library = ctypes.CDLL(str(build_library(SOURCES, "samples")))
+        library = build_library(SOURCES, "samples")
     except (OSError, subprocess.CalledProcessError) as error:
         note = f"note: NumPy makes samples, which takes ten times as long or more: {error}"
         print(note, file=sys.stderr)
