@@ -1,9 +1,9 @@
 # Two images, without root and without a compiler; apptainer.def has the steps of the first.
-#   docker build -t cpu3d .                    for CPUs, under 1.5 GB
+#   docker build -t cpu3d .                    for CPUs, 1.4 GB
 #   docker build -t cpu3d:gpu --target gpu .   with CUDA; not tried
 # The commands of the program work but two: `export --format onnx` and `train --mlflow` need packages
 # that are left out.
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
@@ -28,7 +28,8 @@ RUN sed -i '/^intel/d; s/^tensorflow==/tensorflow-cpu==/' requirements.txt \
  && /opt/cpu3d/bin/pip install --no-cache-dir -r requirements.txt \
  && rm -r /opt/cpu3d/lib/python3.11/site-packages/tensorflow/include
 RUN /opt/cpu3d/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
- && /opt/cpu3d/bin/pip uninstall -y libclang pip
+ && /opt/cpu3d/bin/pip uninstall -y libclang pip \
+ && strip --strip-unneeded /opt/cpu3d/lib/python3.11/site-packages/tensorflow/libtensorflow_cc.so.2
 
 FROM ${BASE} AS runtime
 # What is kept for a user, such as the speed of this host, lies in the folder that is mounted.

@@ -10,12 +10,17 @@ import dataclasses
 import math
 from typing import Dict, Optional, Sequence, Tuple
 
-from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
+from cpu3d.data.augment import AUGMENTS
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.region import NO_GRID, Shape3
 from cpu3d.data.store import Store, case_extent, check_names
-from cpu3d.data.stores.store_decisions import depth_of_store, median_extent, strides_of_store
+from cpu3d.data.stores.store_decisions import (
+    augment_of_store,
+    depth_of_store,
+    median_extent,
+    strides_of_store,
+)
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device, why_no_card
 from cpu3d.run.transfer import Transfer, network_of_init, open_transfer
@@ -31,7 +36,7 @@ from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
+from memory_estimator.job import AUTO, DEFAULT_RECIPE, USUAL_PATCH, Job, micro_of
 from models.config import UNetConfig
 from models.strides import (
     Strides,
@@ -69,11 +74,10 @@ def decide(
         dtype = host.best_dtype if card is None else best_dtype(card)
     depth, strides, reasons = _levels(settings, chosen, store)
     augment = settings.augment
-    if "augment" not in chosen and augment == AugmentConfig(flip=augment.flip):
-        cases = len(with_fold(store, settings.fold).manifest.split["train"])
-        if cases < FEW_CASES:
-            augment = dataclasses.replace(AUGMENTS["cutmix"], flip=augment.flip)
-            reasons["augment"] = f"augment cutmix: {cases} training cases, fewer than {FEW_CASES}"
+    if "augment" not in chosen and chosen.get("recipe") in (None, DEFAULT_RECIPE):
+        name, why = augment_of_store(store)
+        augment = dataclasses.replace(AUGMENTS[name], flip=augment.flip)
+        reasons["augment"] = f"augment {name}: {why}"
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),

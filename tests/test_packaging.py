@@ -140,9 +140,3 @@ def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file)
 def test_a_checkout_calls_itself_as_its_user_types_it():
     assert as_typed("./run.sh estimate, ./run.sh train") == "./run.sh estimate, ./run.sh train"
     assert how_to_install() == "run `./run.sh setup`"
-
-
-@pytest.mark.parametrize("name", ["Dockerfile", "apptainer.def"])
-def test_an_image_gets_all_that_the_wheel_is_made_from(name):
-    copied = (ROOT / name).read_text().split()
-    assert {*PACKAGES, "pyproject.toml", "setup.py", "README.md"} <= set(copied)

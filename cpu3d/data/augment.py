@@ -97,8 +97,8 @@ AUGMENTS = {
 too, or with boxes of other cases."""
 
 FEW_CASES = 50
-"""Training cases below which a run is augmented by "cutmix" unless it is told how: 16 hearts of 8
-patients are learnt by heart with "light", 118 are not (records/log.md)."""
+"""Cases to train and validate on below which runs are augmented by "cutmix" unless they are told
+how: 16 hearts of 8 patients are learnt by heart with "light", 118 are not (records/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -194,22 +194,26 @@ def draw(
 
 
 def draw_box(
-    share: float, grid: Sequence[int], *, seed: int, position: int
+    share: float, grid: Sequence[int], cases: int, *, seed: int, position: int
 ) -> Optional[Tuple[int, Tuple[slice, ...]]]:
     """Draw the position of the sample that the one at `position` takes a box of, and that box of
     its `grid`; None for a sample, of 1 - `share` of them, that takes none. The box's share of the
-    voxels is uniform."""
+    voxels is uniform.
+
+    The other sample is of the same epoch of `cases` samples, so it is of another case; of a single
+    case there is none, and it is the sample itself."""
     units = random_units(seed, position, _BOX_KEY)
     if next(units) >= share:
         return None
-    donor = position + 1 + int(next(units) * 2**20)
+    epoch, index = divmod(position, cases)
+    other = (index + 1 + int(next(units) * (cases - 1))) % cases
     edge = next(units) ** (1 / 3)
     box = []
     for voxels in grid:
         size = max(round(voxels * edge), 1)
         start = int(next(units) * (voxels - size + 1))
         box.append(slice(start, start + size))
-    return donor, tuple(box)
+    return epoch * cases + other, tuple(box)
 
 
 @dataclass(frozen=True)

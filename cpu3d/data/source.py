@@ -173,9 +173,9 @@ def patch_dataset(
         sampling: "random": anywhere in the case's extent. "foreground": a share of the patches
             around labelled voxels, the others random.
         foreground: with "foreground" the share of patches around labelled voxels, 0 to 1. Any
-            number of successive patches has its share, to the nearest one, and may have more where
-            the store has a label to be ignored: a patch of nothing else is drawn again, the last
-            time around a labelled voxel.
+            number of successive patches has its share, to the nearest one, before boxes of others
+            (`cutmix`) are put into them, and may have more where the store has a label to be
+            ignored: a patch of nothing else is drawn again, the last time around a labelled voxel.
         extent: where patches are: "brain" for the content box, "full" for the whole grid.
 
     The other arguments, the batches and the errors are as for `volume_dataset`."""

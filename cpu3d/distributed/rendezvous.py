@@ -60,10 +60,7 @@ def meet(
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
         if is_over or time.monotonic() >= until_s:
-            todo = (
-                "see whether it runs, whether worker 0 can be reached, and whether all have one "
-                "order of --hosts"
-            )
+            todo = "see whether it runs, worker 0 can be reached, and all have one order of --hosts"
             raise WorkerLostError(
                 f"{workers} must come within {limit_s:g} s, got no connection; {todo}, then give "
                 "the same command again"
@@ -98,8 +95,10 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
     Its store and engine must be the chief's: of another engine the weights would differ."""
     if engine != content["engine_name"]:
         rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
-        todo = "give their hosts the same packages and kind of CPU, or CPU3D_INSTRUCTION_SET=avx2"
-        raise InputError(f"{rule}; {todo}")
+        raise InputError(
+            f"{rule}; give their hosts the same packages and kind of CPU, or "
+            "CPU3D_INSTRUCTION_SET=avx2"
+        )
     config = dataclasses.replace(
         config_from_json(dict(content["config"])), store=str(store.folder.resolve())
     )

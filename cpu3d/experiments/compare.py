@@ -2,7 +2,7 @@
 
     ./run.sh compare --store store --out sizes --epochs 20 --variant whole "--mode whole" \\
         --variant patch-64 "--mode patch --patch 64 64 64" --variant wide "--filters 32" --dry-run
-    ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
+    ./run.sh compare --store store --out crossed --folds 5 --variant plain "--augment light" \\
         --variant turned "--augment nnunet"
 
 Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N

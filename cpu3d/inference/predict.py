@@ -81,6 +81,7 @@ from cpu3d.inference.runs import (
     RunOptions,
     RunSet,
     open_runs,
+    seen_notes,
     training_notes,
 )
 from cpu3d.inference.scores import voxel_mm3
@@ -189,6 +190,7 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
         return _dry_run(predictor, cases, options, forecaster, problems)
     todo, kept = _to_do(predictor, cases, options, about, postprocessing)
     writable_folder(options.out, "--out")
+    notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     if kept:
         say(

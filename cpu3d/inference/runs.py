@@ -5,6 +5,7 @@ configs = load_configs(runs)
 store = store_of_run(configs[0])
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,19 @@ class RunSet:
     configs: List[RunConfig]
     weights: str  # "best" or "last"
     folder: Optional[Path] = None  # the folder of folds that was named instead of them
+
+
+def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[str]:
+    """A note that names the cases that some of the runs were trained on, if there are any."""
+    trained = set()
+    for config in configs:
+        with contextlib.suppress(InputError, OSError):  # the store may have been moved
+            trained.update(store_of_run(config).manifest.split["train"])
+    seen = sorted(trained.intersection(case_ids))
+    if not seen:
+        return []
+    note = f"note: the runs were trained on cases of these names, {listed(seen)}: if they are the"
+    return [f"{note} same ones, their answers are better than those of new cases"]
 
 
 def open_runs(options: RunOptions) -> RunSet:

@@ -66,8 +66,8 @@ class Call:
         _, self.threads, tf = set_up(device=self.device, local=place)
         self.engine_name = engine_name(tf)
         # Each worker updates its weights itself, with the rounding of these operations.
-        kind = f"{native_operations().float32 or 'no'} operations"
-        engine = f"cpu3d {VERSION}, {self.engine_name}, {kind}"
+        kind = native_operations().float32 or "no"
+        engine = f"cpu3d {VERSION}, {self.engine_name}, {kind} operations"
         if not cluster.is_chief:
             exchange = join(cluster, say=say)
             self.plan = plan_of_chief(exchange.plan, self.store, self.host, engine)
@@ -75,8 +75,8 @@ class Call:
         try:
             return join(cluster, plan={**self.plan.to_json(), "engine_name": engine}, say=say)
         except WorkerLostError:
-            # The others leave a run after its last step, and may not be started again for what the
-            # chief still does.
+            # After its last step the other workers are done and are not started again; what is left
+            # of the run is the chief's alone.
             if self.plan.done < self.plan.steps:
                 raise
             return ALONE

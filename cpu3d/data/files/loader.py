@@ -34,6 +34,7 @@ from models.strides import Resolution3
 # A box of less than 1/SMALL of its array is copied out of the file; of a larger one the array is
 # mapped.
 SMALL = 8
+_Sampling = Union[PatchSampling, VolumeSampling]
 
 
 def open_reading(store: Store, splits: Sequence[str] = ("train",), *, share: Share = ALL) -> Reader:
@@ -72,7 +73,7 @@ class Loader:
 
     reader: Reader
     records: Sequence[CaseRecord]
-    sampling: Union[PatchSampling, VolumeSampling]
+    sampling: _Sampling
     augment: AugmentConfig
     spec: SampleSpec
     share: Share
@@ -92,17 +93,20 @@ class Loader:
             volume = volume_at(position, sampling, self.records, together)
             sampling = dataclasses.replace(sampling, grid=volume.grid)
         image, target = self._sample(position, sampling)
-        grid = image.shape[:3]
-        drawn = draw_box(self.augment.cutmix, grid, seed=sampling.seed, position=position)
+        drawn = draw_box(
+            self.augment.cutmix,
+            image.shape[:3],
+            len(self.records),
+            seed=sampling.seed,
+            position=position,
+        )
         if drawn is not None:
             donor, box = drawn
             for values, others in zip((image, target), self._sample(donor, sampling)):
                 values[box] = others[box]
         return image, target
 
-    def _sample(
-        self, position: int, sampling: Union[PatchSampling, VolumeSampling]
-    ) -> ImageAndTarget:
+    def _sample(self, position: int, sampling: _Sampling) -> ImageAndTarget:
         """Make the sample at a position, without a box of another."""
         if isinstance(sampling, VolumeSampling):
             return self._made(position, volume_at(position, sampling, self.records))

@@ -66,7 +66,7 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
         _coarse_steps(median, unet),
-        _augmentation(manifest),
+        DecidedRow("augmentation", *augment_of_store(store)),
         *_regions(manifest),
     ]
 
@@ -93,6 +93,13 @@ def depth_of_store(
     spacing_mm = _spacing_of(store)
     depth = depth_for(spacing_mm, shape, most)
     return depth, depth_reason(what, shape, depth, most)
+
+
+def augment_of_store(store: Store) -> Tuple[str, str]:
+    """The name in AUGMENTS of the augmentation of a run that is not told how, and why."""
+    cases = len(_of_splits(store.manifest, *DECIDING))
+    why = f"{count(cases, 'case')} to train and validate on; cutmix below {FEW_CASES}"
+    return "cutmix" if cases < FEW_CASES else "light", why
 
 
 def median_extent(store: Store, extent: str) -> Shape3:
@@ -170,13 +177,6 @@ def _coarse_steps(box: Shape3, unet: UNetConfig) -> DecidedRow:
         return DecidedRow("coarse steps", f"on {grid}", halved)
     least = round(LEAST_COARSE_VOXELS ** (1 / 3))
     return DecidedRow("coarse steps", "none", f"{halved}: {grid} has fewer than {least}^3 voxels")
-
-
-def _augmentation(manifest: Manifest) -> DecidedRow:
-    """How samples of a run are changed by chance, by itself."""
-    cases = len(manifest.split["train"])
-    why = f"{count(cases, 'training case')}; cutmix below {FEW_CASES}"
-    return DecidedRow("augmentation", "cutmix" if cases < FEW_CASES else "light", why)
 
 
 def _regions(manifest: Manifest) -> List[DecidedRow]:

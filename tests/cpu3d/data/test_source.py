@@ -148,6 +148,7 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
 
 def test_a_share_of_samples_has_a_box_of_another_one_with_its_labels(phantom_store):
     shape = (20, 12, 16)
+    cases = len(phantom_store.cases("train"))
 
     def made(start, stop, cutmix):
         augment = AugmentConfig(cutmix=cutmix)
@@ -157,7 +158,7 @@ def test_a_share_of_samples_has_a_box_of_another_one_with_its_labels(phantom_sto
     mixed = 0
     for position, sample in enumerate(made(0, 20, 0.5)):
         ((image, target),) = made(position, position + 1, 0)
-        drawn = draw_box(0.5, shape, seed=0, position=position)
+        drawn = draw_box(0.5, shape, cases, seed=0, position=position)
         if drawn:
             donor, box = drawn
             ((other_image, other_target),) = made(donor, donor + 1, 0)
