@@ -54,7 +54,7 @@ for run in whole stopped; do
     until is_queued PENDING; do sleep 1; done
     scontrol update job="$job" StartTime=now
   fi
-  while is_queued .; do sleep 1; done
+  until grep "launch: .* finished after" "$RUNS/$run.out"; do sleep 1; done
 done
 """
 
