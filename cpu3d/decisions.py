@@ -8,6 +8,7 @@ and grid from the store, or the patch from the card."""
 
 import dataclasses
 import math
+import operator
 from typing import Dict, Optional, Sequence, Tuple
 
 from cpu3d.data.augment import AUGMENTS
@@ -177,6 +178,8 @@ def _with_grid(
             )
         if coarse.is_taken or config.curriculum == "half":
             coarse_shape = coarse_grid(extent, config.unet.stride(0), divisors).grid
+            if not config.is_patch:
+                coarse_shape = shape3(map(operator.mul, coarse_shape, config.unet.stride(0)))
     return dataclasses.replace(
         config,
         grid=grid,

@@ -16,7 +16,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, case_extent, open_store
 from cpu3d.data.windows import window_count
 from cpu3d.decisions import (
@@ -155,6 +154,7 @@ class Plan:
             schedule,
             coarse_steps=config.coarse_steps,
             coarse_shape=first.grid,
+            coarse_average=first.unet.average,
             coarse_extra=_extra_memory(first, store, judged_shape),
             coarse_windows=_windows(first, store),
             coarse_grids=() if config.is_patch else tuple(grids_of(first, store)),
@@ -338,8 +338,7 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 def grids_of(config: RunConfig, store: Store) -> List[Shape3]:
-    """The grids of whole training cases as a step at this resolution sees them, the smallest
-    first."""
+    """The grids of whole training cases, the smallest first."""
     extents = [case_extent(record, config.extent) for record in store.cases("train")]
     return sorted(map(config.grid_of, extents), key=math.prod)
 
@@ -357,16 +356,13 @@ def _extra_memory(config: RunConfig, store: Store, judged_shape: Optional[Shape3
     the variables, records of cases."""
     manifest = store.manifest
     whole: Optional[Shape3] = None
-    if (config.is_patch or config.is_coarse) and manifest.split["val"]:
-        extent = largest_extent(store, config)  # a validation sees more than a step
-        whole = field_of(config.grid_of(extent), config.resolution_by_axis)
+    if config.is_patch and manifest.split["val"]:  # a validation sees more than a step
+        whole = config.grid_of(largest_extent(store, config))
     return ExtraMemory(
         volume_shape=whole,
-        resolution=config.resolution_by_axis,
         copies=bool(config.coarse_steps) + config.has_open_length,  # of the variables
         judged_shape=judged_shape,
         cases=len(manifest.cases),
-        has_ignored=manifest.ignore is not None,
     )
 
 

@@ -36,7 +36,7 @@ from memory_estimator.job import (
 )
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.optimizers import OPTIMIZERS
-from models.strides import Resolution3, lowered, network_grid, shape3
+from models.strides import rounded_up, shape3
 from models.weights import FREEZE
 
 COARSE_SHARE = fractions.Fraction(5, 6)
@@ -223,8 +223,8 @@ class Decided:
     """Voxels X, Y, Z of a patch, or of the largest case, whose step takes most memory. A step on
     whole volumes has the grid of its own cases."""
     coarse_grid: Tuple[int, int, int] = NO_GRID
-    """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge,
-    along the axes that the network's first level halves."""
+    """The same in the first `coarse_steps` steps: a patch of half the edge along the axes that the
+    network's first level halves, or a volume of which it sees means along them."""
     patches_per_case: int = 1  # in an epoch; 1 of whole volumes
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
@@ -253,20 +253,15 @@ class RunConfig(Decided, Settings, StoreFacts):
         content["normalisation"] = [each.to_json() for each in self.normalisation]
         return content
 
-    @property
-    def resolution(self) -> float:
-        """The network's resolution along the axes that its first level halves, as a share of the
-        store's: less than 1 in coarse steps on whole volumes."""
-        return 0.5 if self.is_coarse and not self.is_patch else 1.0
-
-    @property
-    def resolution_by_axis(self) -> Resolution3:
-        """The share of the store's voxels along X, Y, Z that volumes are averaged down to."""
-        return lowered(self.resolution, self.unet.stride(0))
-
     def grid_of(self, extent: Sequence[int]) -> Tuple[int, int, int]:
-        """The network's voxels X, Y, Z for a whole volume of this extent."""
-        return network_grid(shape3(extent), self.resolution_by_axis, self.unet.divisors)
+        """Voxels X, Y, Z of the image for a whole volume of this extent."""
+        return rounded_up(shape3(extent), self.unet.divisors)
+
+    @property
+    def coarse_shape(self) -> Tuple[int, int, int]:
+        """Voxels X, Y, Z of the network's finest level in the coarse steps of the largest case."""
+        coarse = self.at(0)
+        return coarse.unet.grid(coarse.grid, 0)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then half a
@@ -292,16 +287,18 @@ class RunConfig(Decided, Settings, StoreFacts):
         coarse = min(steps, self.coarse_steps)
         if not coarse:
             return steps
-        return steps - coarse + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid))
+        return steps - coarse + coarse * (math.prod(self.coarse_shape) / math.prod(self.grid))
 
     def at(self, step: int) -> "RunConfig":
-        """The run as step `step` (0 is the first) is computed: without its curriculum, on one
-        grid.
+        """The run as step `step` (0 is the first) is computed: without its curriculum, by one
+        network.
 
-        At half of it the policy is "speed"."""
+        That of coarse steps averages whole volumes; its policy is "speed"."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
-        return dataclasses.replace(self.with_policy("speed"), grid=self.coarse_grid, coarse_steps=0)
+        average = self.unet.average if self.is_patch else self.unet.stride(0)
+        unet = dataclasses.replace(self.unet, policy="speed", average=average)
+        return dataclasses.replace(self, unet=unet, grid=self.coarse_grid, coarse_steps=0)
 
     def validates_after(self, step: int, steps: int) -> bool:
         """Whether a validation is due after `step` of so many steps, or would be if cases were held
@@ -317,7 +314,8 @@ class RunConfig(Decided, Settings, StoreFacts):
     @property
     def is_coarse(self) -> bool:
         """Whether this is the run as coarse steps are computed."""
-        return self.grid == self.coarse_grid != NO_GRID
+        is_grid = self.grid == self.coarse_grid != NO_GRID
+        return is_grid and (self.is_patch or self.unet.averages)
 
     def with_coarse_share(self, steps: int) -> "RunConfig":
         """The same run with COARSE_SHARE of `steps` coarse, rounded down, if it has a

@@ -20,7 +20,7 @@ from memory_estimator.planner import Choice, Estimator, fastest_that_fits
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
 from memory_estimator.workers import worker_estimate
-from models.strides import Resolution3, Shape3, shape3
+from models.strides import NO_AXIS, Shape3, rounded_up, shape3
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
 SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
@@ -60,14 +60,12 @@ class ExtraMemory:
 
     # of whole volumes; None if the steps see them, or nothing is validated
     volume_shape: Optional[Shape3] = None
-    resolution: Resolution3 = (1, 1, 1)  # of the steps' input, as shares of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
     judged_shape: Optional[Shape3] = None
     """Of the largest grid on which answers are judged when post-processing is decided, after the
     steps; None if it is not."""
     cases: int = 0  # of the store
-    has_ignored: bool = False  # whether the store has voxels that are not to be learnt
 
 
 def run_estimate(
@@ -87,21 +85,16 @@ def run_estimate(
         copies = extra.copies * saved
     volumes = 0
     if extra.volume_shape:
-        volumes = whole_volume_bytes(job, extra.volume_shape, extra.resolution)
-    averaged = 0
-    if min(extra.resolution) < 1:  # in float32, first the image, then the target
-        of_target = job.unet.outputs + extra.has_ignored
-        averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
+        volumes = whole_volume_bytes(job, extra.volume_shape)
     judged = 0
     if extra.judged_shape:  # float32 answers of all regions, and what is found in them
         judged = (4 * job.unet.outputs + JUDGED_BYTES) * math.prod(extra.judged_shape)
-        judged = max(judged - volumes - averaged, 0)  # of the steps, which are over
+        judged = max(judged - volumes, 0)  # of the steps, which are over
     records = extra.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
     twice = "exact: from before the timing, or on another grid"
     scattered = "at most: pages too scattered for maps of full size"
     return worker_estimate(estimate(job, constants, accuracy), workers).with_extra(
         Component("whole volumes", volumes, "derived: of validation"),
-        Component("an averaged volume", averaged, "exact: of a sample in preparation"),
         Component(POST_PROCESSING, judged, "measured: a case's answers and components"),
         Component("variables, once more", copies, twice),
         Component(LEFT_BY_COARSE, extra.left_bytes, scattered),
@@ -109,19 +102,14 @@ def run_estimate(
     )
 
 
-def whole_volume_bytes(job: Job, shape: Shape3, resolution: Resolution3) -> int:
+def whole_volume_bytes(job: Job, shape: Shape3) -> int:
     """Bytes of the whole volumes of `shape` that a validation has beside the steps of a `job`,
-    which sees less of them, counted and not measured: with logits and their weights, and at a lower
-    resolution averaged down."""
+    which sees patches of them, counted and not measured: with logits and their weights."""
     unet = job.unet
     volume = unet.channels * unet.value_bytes + unet.outputs
     scored = 4 + LOGITS_MAPS * 4 * unet.outputs
-    averaged = 0.0
-    lower = [share for share in resolution if share < 1]
-    if lower:  # a float32 copy, and what it becomes along the first of these axes
-        averaged = 4 * unet.channels * (1 + lower[0])
     held = 3 * volume  # in use, ahead, and one in preparation
-    return round(math.prod(shape) * (held + scored + averaged))
+    return round(math.prod(shape) * (held + scored))
 
 
 @dataclass(frozen=True)
@@ -132,6 +120,7 @@ class Schedule:
     steps: int = 0  # of the whole run; 0 is not known
     coarse_steps: int = 0
     coarse_shape: Optional[Shape3] = None  # their largest grid; None without any
+    coarse_average: Shape3 = NO_AXIS  # voxels of it that their network averages
     grids: Tuple[Shape3, ...] = ()
     """Grids of full steps, each as often as cases have it, the smallest first; () if all have that
     of the job, which is the largest."""
@@ -152,8 +141,9 @@ class Schedule:
         "speed". With a smaller grid than the run's they are counted as large as that at most."""
         if self.coarse_shape is None:
             return None
-        shape = shape3(map(min, self.coarse_shape, job.shape))
-        return dataclasses.replace(job.with_unet(policy="speed"), shape=shape)
+        coarse = job.with_unet(policy="speed", average=self.coarse_average)
+        most = rounded_up(job.shape, coarse.unet.divisors)
+        return dataclasses.replace(coarse, shape=shape3(map(min, self.coarse_shape, most)))
 
     def estimator(
         self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1

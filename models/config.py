@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Dict, List, Tuple
 
-from models.strides import EVERY_AXIS, Shape3, Strides, checked_strides, divisors_text, shape3
+from models.strides import (
+    EVERY_AXIS,
+    NO_AXIS,
+    Shape3,
+    Strides,
+    checked_average,
+    checked_strides,
+    divisors_text,
+    shape3,
+)
+
+IMAGE_LEVEL = -1  # of an image with more voxels than the finest level, and of logits likewise
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,10 @@ class UNetConfig:
     policy: str = "speed"  # one of POLICIES
     # of each of the depth - 1 halvings, as models/strides.py has them; () halves every axis
     strides: Strides = ()
+    average: Shape3 = NO_AXIS
+    """Voxels of the image along X, Y, Z, 2 or 1, whose mean is one voxel of the finest level; the
+    logits are interpolated back to the image's voxels. So a network of fewer voxels learns from
+    targets of all of them."""
 
     def __post_init__(self) -> None:
         # Names are as options are typed; the numbers of channels and outputs are no options.
@@ -128,14 +143,28 @@ class UNetConfig:
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
             raise ValueError(f"--filters must {rule}, got {got}; lower --filters or --depth")
         object.__setattr__(self, "strides", checked_strides(self.strides, self.depth))
+        object.__setattr__(self, "average", checked_average(self.average))
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the network can be made again; without strides if it halves all
-        axes each time."""
+        axes each time, without `average` if it sees every voxel."""
         fields = dataclasses.asdict(self)
         if not self.strides:
             del fields["strides"]
+        if not self.averages:
+            del fields["average"]
         return fields
+
+    @property
+    def averages(self) -> bool:
+        """Whether its finest level has fewer voxels than the image."""
+        return self.average != NO_AXIS
+
+    @property
+    def image_level(self) -> int:
+        """The level of the image and of the finest logits: 0, or IMAGE_LEVEL of a network that
+        averages."""
+        return IMAGE_LEVEL if self.averages else 0
 
     @property
     def widths(self) -> Widths:
@@ -162,7 +191,8 @@ class UNetConfig:
 
     def reduction(self, level: int) -> Shape3:
         """Voxels of the input along X, Y, Z that become one of `level`."""
-        return shape3(map(math.prod, zip((1, 1, 1), *map(self.stride, range(level)))))
+        first = NO_AXIS if level == IMAGE_LEVEL else self.average
+        return shape3(map(math.prod, zip(first, *map(self.stride, range(level)))))
 
     @property
     def divisors(self) -> Shape3:

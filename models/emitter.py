@@ -129,9 +129,16 @@ class Emitter:
             again=again,
         )
 
-    def plain(self, name: str, operation: str, maps: Maps, width: int) -> Value:
-        """An operation of models/plain.py."""
-        return self._emit_map(Kind.PLAIN, name, maps[0].level, width, maps=maps, plain=operation)
+    def plain(
+        self, name: str, operation: str, maps: Maps, width: int, level: Optional[int] = None
+    ) -> Value:
+        """An operation of models/plain.py, on the grid of the first map, or between that of the
+        image and another `level`."""
+        more: Dict[str, Any] = {"maps": maps, "plain": operation}
+        if level is None:
+            return self._emit_map(Kind.PLAIN, name, maps[0].level, width, **more)
+        more["strides"] = self.config.average
+        return self._emit_map(Kind.PLAIN, name, level, width, **more)
 
     # --- Backward ---
 

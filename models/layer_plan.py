@@ -44,7 +44,7 @@ class LayerOp:
     name: str  # the Keras layer's name, such as "encoder0_conv1"
     kind: LayerKind
     inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
-    level: int  # resolution level of its output, 0 is the finest
+    level: int  # resolution level of its output, 0 is the finest, or IMAGE_LEVEL
     shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
     kernel: Tuple[int, ...] = ()  # sides of the convolution kernel in voxels; () without one
     # of a pool or an up-sampling, voxels of the finer grid along X, Y, Z for one of the coarser
@@ -55,6 +55,11 @@ class LayerOp:
     frozen: int = 0
     plain: str = ""  # name of its operation in models/plain.py
     weights: Tuple[Tuple[str, Tuple[int, ...]], ...] = ()  # of that: name, shape
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether weights stand before its output: not of the image, nor of its averages."""
+        return self.kind is not LayerKind.INPUT and not self.plain.startswith("average")
 
     @property
     def elements(self) -> int:
@@ -94,7 +99,9 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
     every_map = dataclasses.replace(config, policy="speed")  # whole, and computed once
     program = network_program(every_map)
     layers = _Layers(config, shape)
-    layers.made[program.image] = layers.add("image", LayerKind.INPUT, (), 0, config.channels)
+    layers.made[program.image] = layers.add(
+        "image", LayerKind.INPUT, (), config.image_level, config.channels
+    )
     for op in program.forward:
         layer = LAYERS[op.kind](layers, op)
         if layer is not None:
@@ -107,8 +114,8 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     Forward pass, filter and input gradient cost the same; the first layer has no input gradient.
     Recomputation is not counted."""
     plan = layer_plan(config, shape)
-    image = plan[0].name
-    of_image = sum(op.flops for op in plan if image in op.inputs)
+    given = {op.name for op in plan if not op.has_gradient}
+    of_image = sum(op.flops for op in plan if given & {*op.inputs})
     return batch * (3 * sum(op.flops for op in plan) - of_image)
 
 
@@ -235,6 +242,7 @@ def _plain(layers: _Layers, op: Op) -> LayerOp:
         inputs,
         op.made.level,
         op.made.channels,
+        strides=op.strides,
         trainable=sum(map(math.prod, weights.values())),
         plain=op.plain,
         weights=tuple(weights.items()),

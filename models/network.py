@@ -13,9 +13,10 @@ which come in parts no wider than the skip.
 import functools
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from models.config import UNetConfig
+from models.config import IMAGE_LEVEL, UNetConfig
 from models.emitter import Block, Emitter, Maps
 from models.program import NetworkProgram, Value, ValueKind, given, head_of, slope_of
+from models.strides import strides_text
 
 
 @functools.lru_cache(maxsize=64)
@@ -33,7 +34,7 @@ class _Network:
     def __init__(self, config: UNetConfig):
         self.config = config
         self.is_lean = config.policy == "lean"
-        self.image = Value("image", ValueKind.MAP, 0, config.channels)
+        self.image = Value("image", ValueKind.MAP, config.image_level, config.channels)
         self._emit = Emitter(config)
         self._encoders: List[Block] = []
         self._decoders: Dict[int, Block] = {}
@@ -60,6 +61,10 @@ class _Network:
     def _forward(self) -> List[Value]:
         config = self.config
         below = self.image
+        if config.averages:
+            below = self._emit.plain(
+                "average", self._resize("average"), (below,), below.channels, 0
+            )
         for level in range(config.depth):
             if level:
                 below = self._emit.max_pool(level, below)
@@ -72,6 +77,12 @@ class _Network:
         for level in self._levels_of_heads():
             entry = (self._decoders[level].output,)
             logits.append(self._emit.project(head_of(level), entry, 0, config.outputs))
+        if config.averages:
+            self._coarse_logits = logits[0]
+            operation = self._resize("interpolate")
+            logits[0] = self._emit.plain(
+                "interpolate", operation, (logits[0],), config.outputs, IMAGE_LEVEL
+            )
         return logits
 
     def _backward(self, slopes: Sequence[Value]) -> Tuple[Value, Optional[Value]]:
@@ -80,7 +91,12 @@ class _Network:
         by_level = dict(zip(self._levels_of_heads(), slopes))
         skip_grads: Dict[int, Value] = {}
         bottom = self.config.depth - 1
-        grad = self._through_head(0, by_level.pop(0), None)
+        slope = by_level.pop(0)
+        if self.config.averages:
+            operation = self._resize("interpolate")
+            maps = (self._coarse_logits,)
+            (slope,) = self._emit.plain_gradients("interpolate", operation, maps, slope)
+        grad = self._through_head(0, slope, None)
         for level in range(bottom):
             if level in by_level:
                 grad = self._through_head(level, by_level[level], grad)
@@ -100,7 +116,14 @@ class _Network:
         entry = self._encoders[0].entry
         grad_image = self._emit.input_gradient("encoder0_conv1", grad_first, entry, 0)
         if grad_shortcut is not None:
-            self._emit.add(grad_image, grad_shortcut)
+            grad_image = self._emit.add(grad_image, grad_shortcut)
+        if self.config.averages:
+            operation = self._resize("average")
+            self._emit.plain_gradients("average", operation, (self.image,), grad_image)
+
+    def _resize(self, operation: str) -> str:
+        """The name in models/plain.py of an operation between the image's grid and level 0."""
+        return f"{operation} {strides_text((self.config.average,))}"
 
     def _levels_of_heads(self) -> List[int]:
         """As the network's outputs are ordered."""

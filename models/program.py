@@ -66,7 +66,7 @@ class Value:
 
     name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/gradient"
     kind: ValueKind
-    level: int = 0  # of the grid of a map or gradient; 0 is the finest
+    level: int = 0  # of the grid of a map or gradient; 0 is the finest, or IMAGE_LEVEL
     channels: int = 0  # of a map or gradient; of a kernel's part those that it has of `span`
     layer: str = ""  # of a whole kernel, the layer that has it
 
@@ -173,7 +173,7 @@ def needed(value: Optional[Value]) -> Value:
 
 def head_of(level: int) -> str:
     """The layer that makes the logits of a level."""
-    return f"head{level}" if level else "head"
+    return f"head{level}" if level > 0 else "head"
 
 
 class UniqueNames:

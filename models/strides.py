@@ -15,10 +15,10 @@ from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Tuple
 Shape3 = Tuple[int, int, int]
 Spacing3 = Tuple[float, float, float]  # mm along X, Y, Z, which are R, A, S in a store
 Strides = Tuple[Shape3, ...]  # of each halving, the finest first
-Resolution3 = Tuple[float, float, float]  # share of a volume's voxels along X, Y, Z
 
 EVERY_AXIS: Shape3 = (2, 2, 2)
-STRIDES: Strides = tuple(itertools.product((2, 1), (2, 1), (2, 1)))[:-1]  # all but (1, 1, 1)
+NO_AXIS: Shape3 = (1, 1, 1)
+STRIDES: Strides = tuple(itertools.product((2, 1), (2, 1), (2, 1)))[:-1]  # all but NO_AXIS
 
 # Of a voxel's side. Others are in another unit than a file's header says: every rule for lesions is
 # in mm, so nothing that is computed from such a file would be right.
@@ -27,8 +27,6 @@ MOST_MM = 100.0
 
 LEAST_SIDE = 4  # voxels that an axis keeps: nnU-Net's
 THICK = 2.0  # an axis with voxels so many times as long as the shortest is not halved: likewise
-
-ROUNDING = 1e-9  # error of a side times a resolution: 0.7 * 10 is 7
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -59,6 +57,15 @@ def checked_strides(strides: Any, depth: int) -> Strides:
         rule = f"--strides must be {depth - 1}, one for each halving of {depth} levels"
         raise ValueError(f"{rule}, got {got:.60}; give as many, or another --depth")
     return () if set(made) == {EVERY_AXIS} else made
+
+
+def checked_average(average: Any) -> Shape3:
+    """The voxels that a network averages, as a tuple. Raises ValueError unless they are 2 or 1."""
+    made = tuple(average)
+    if made not in (*STRIDES, NO_AXIS):
+        rule = "--average must be 2 or 1 along X, Y and Z"
+        raise ValueError(f"{rule}, got {average!s:.60}; write it as 2,2,1")
+    return shape3(made)
 
 
 def strides_for(spacing_mm: Sequence[float], shape: Sequence[int], depth: int) -> Strides:
@@ -152,20 +159,10 @@ def divisors_text(divisors: Shape3) -> str:
 # --- Grids ---
 
 
-def lowered(resolution: float, stride: Shape3) -> Resolution3:
-    """A resolution along the axes that a stride halves; the others keep all of their voxels."""
-    x, y, z = (resolution if step == 2 else 1.0 for step in stride)
-    return x, y, z
-
-
-def network_grid(extent: Shape3, resolution: Resolution3, divisors: Shape3) -> Shape3:
-    """The network's voxels X, Y, Z for an extent of a volume, rounded up to the network's
-    divisors."""
-    sides = []
-    for side, share, divisor in zip(extent, resolution, divisors):
-        seen = max(math.ceil(side * share - ROUNDING), 1)
-        sides.append(-(-seen // divisor) * divisor)
-    return shape3(sides)
+def rounded_up(extent: Shape3, divisors: Shape3) -> Shape3:
+    """The least multiples of `divisors`, one at least, that hold an extent."""
+    sides = zip(extent, divisors)
+    return shape3(-(-max(side, 1) // divisor) * divisor for side, divisor in sides)
 
 
 class CoarseGrid(NamedTuple):
@@ -184,7 +181,8 @@ class CoarseGrid(NamedTuple):
 def coarse_grid(extent: Shape3, stride: Shape3, divisors: Shape3) -> CoarseGrid:
     """The grid of coarse steps, for an extent of a volume: they halve the axes of `stride`, which
     is that of the network's first level."""
-    grid = network_grid(extent, lowered(1 / 2, stride), divisors)
+    half = shape3(-(-side // step) for side, step in zip(extent, stride))
+    grid = rounded_up(half, divisors)
     is_possible = all(
         step == 1 or side >= 2 * divisor for side, step, divisor in zip(grid, stride, divisors)
     )

@@ -8,10 +8,11 @@ from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
 from models.engine import check_layers
-from models.layer_plan import LayerKind, layer_plan
+from models.layer_plan import layer_plan
 from models.layers import one_or_all, plain_layer
 from models.losses import LOSSES, Formula
 from models.native import operations
+from models.network import network_program
 from models.step import Pass
 from models.strides import Shape3
 from models.supervision import head_weights, supervise
@@ -157,7 +158,7 @@ def _built(config: UNetConfig, shape: Optional[Shape3], batch_size: Optional[int
     maps = {"image": image}
     for op in plan[1:]:
         maps[op.name] = plain_layer(config, op)(one_or_all([maps[name] for name in op.inputs]))
-    logits = [maps[op.name] for op in plan if op.kind is LayerKind.HEAD]
+    logits = [maps[value.name] for value in network_program(config).logits]
     return UNet3D(config, image, logits if config.deep_supervision else logits[0])
 
 

@@ -45,13 +45,13 @@ def network_weights(config: UNetConfig) -> List[Weight]:
     """The weights of a network in their order. Only their number hangs on channels and outputs,
     none of it on the grid."""
     plan = layer_plan(config, config.divisors)
-    image = plan[0].name
+    given = {op.name for op in plan if not op.has_gradient}
     moving = NORMS[config.norm].moving
     weights: List[Weight] = []
     for op in plan:
         for name, shape in _shapes(config, op).items():
             channel_axis = None
-            if name == "kernel" and image in op.inputs:
+            if name == "kernel" and given & {*op.inputs}:
                 channel_axis = 3
             region_axis = None
             if op.kind is LayerKind.HEAD:

@@ -11,7 +11,6 @@ from typing import Any, Optional, Sequence, Tuple
 
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import field_of
 from cpu3d.data.store import case_extent
 from cpu3d.data.windows import window_count
 from cpu3d.errors import DoesNotFitError
@@ -83,20 +82,17 @@ class Forecaster:
         self._base_bytes = status_sizes().get("VmRSS", peak_rss_bytes()) - self._kept_bytes
 
     def forecast(self, record: CaseRecord) -> Forecast:
-        """The forecast of a case that is in memory and answered next. Runs on whole volumes at full
-        resolution answer in windows where one pass would not fit. Raises DoesNotFitError for what
+        """The forecast of a case that is in memory and answered next. Runs on whole volumes
+        answer in windows where one pass would not fit. Raises DoesNotFitError for what
         does not fit so."""
         made, network_bytes = self._forecast(record, in_windows=False)
-        can_slide = all(
-            config.resolution == 1 and not window_of(config, self._inference)
-            for config in self._configs
-        )
+        can_slide = all(not window_of(config, self._inference) for config in self._configs)
         if not made.fits and can_slide:
             made, network_bytes = self._forecast(record, in_windows=True)
         if not made.fits:
             raise DoesNotFitError(
                 f"the prediction of case {record.case_id} must leave a tenth of its memory free, "
-                f"got {made}; slide a smaller --window X Y Z if the run is at full resolution"
+                f"got {made}; slide a smaller --window X Y Z"
             )
         self._kept_bytes = max(self._kept_bytes, network_bytes)
         return made
@@ -116,7 +112,7 @@ class Forecaster:
             job = Job(config.unet, window, engine=installed_engine(), threads=threads)
             passed = forward_pass(job, constants)
             network_bytes = max(network_bytes, passed.bytes)
-            voxels = math.prod(field_of(grid, config.resolution_by_axis))
+            voxels = math.prod(grid)
             answers_bytes += 4 * config.unet.outputs * voxels
             most = max(config.unet.outputs, config.unet.channels)
             making_bytes = max(making_bytes, 8 * most * voxels)

@@ -13,7 +13,6 @@ from cpu3d.data.cases.resample import rows_for, to_source_grid
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste
-from cpu3d.data.resolution import Resizing, field_of
 from cpu3d.data.store import case_extent, case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
@@ -29,10 +28,7 @@ from models.strides import shape3
 from models.unet3d import build_unet3d, finest
 
 AS_TRAINED = Inference()
-ADVICE = (
-    "slide a smaller --window X Y Z if the run is at full resolution, "
-    "or take --device cpu if a card ran out"
-)
+ADVICE = "slide a smaller --window X Y Z, or take --device cpu if a card ran out"
 
 
 class Predictor:
@@ -77,11 +73,8 @@ class Predictor:
         Outside of that the probability is 0. Raises DoesNotFitError if memory runs out,
         DivergedError for answers that are not finite."""
         region = self.region(record)
-        resizing: Optional[Resizing] = None  # to fewer voxels
-        if self.config.resolution < 1:
-            resizing = Resizing(self._grid(record), self.config.resolution_by_axis)
         window = self.window or (self.config.grid if in_windows else None)
-        logits_of = functools.partial(self._logits, resizing=resizing, window=window)
+        logits_of = functools.partial(self._logits, window=window)
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             seen = self._seen(image, record, region, tuple(channels or self.channels))
             axes = mirrored_axes_of(self.config, self.inference)
@@ -113,20 +106,14 @@ class Predictor:
     def region(self, record: CaseRecord) -> Region:
         """The box of a case that is predicted, in the voxels of its image, padding included."""
         config = self.config
-        size = field_of(self._grid(record), config.resolution_by_axis)
+        size = config.grid_of(case_extent(record, config.extent))
         return case_region(record, size, config.extent)
 
-    def _grid(self, record: CaseRecord) -> Shape3:
-        """The network's voxels of a whole case."""
-        return self.config.grid_of(case_extent(record, self.config.extent))
-
-    def _logits(self, image, resizing: Optional[Resizing], window: Optional[Shape3]) -> np.ndarray:
+    def _logits(self, image, window: Optional[Shape3]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
         if window:
             window = shape3(map(min, window, image.shape[1:4]))
             return sliding_window(self._network, image, window, self.inference.overlap)
-        if resizing:
-            return resizing.grow(self._network(resizing.shrink(image))).numpy()[0]
         return self._network(image).numpy()[0]
 
 
@@ -168,7 +155,7 @@ def load_predictor(
     settings = load_config(run)
     loaded = run_weights(settings, path)
     arrays = [loaded.arrays[name] for name in loaded.names]
-    # Weights of coarse steps predict on the coarse grid.
+    # Weights of coarse steps predict by the network of these.
     predictor = Predictor(config_of_state(settings, loaded.state), arrays, inference)
     predictor.checkpoint = path.name
     predictor.weights_sha256 = loaded.arrays.sha256

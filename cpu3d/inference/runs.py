@@ -130,12 +130,7 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
     that of the weights that are applied."""
     problems = []
     window = window_of(config, inference)
-    if window and config.resolution < 1:
-        problems.append(
-            f"--window must come with a run at full resolution, got {config.resolution:g}, at "
-            "which the network saw its steps; leave it out, or train at full resolution"
-        )
-    elif window:
+    if window:
         try:
             config.unet.check_shape(window, "--window")
         except ValueError as error:

@@ -6,6 +6,7 @@ rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
 
 import contextlib
 import itertools
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -324,7 +325,7 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
         batch += f", of {start['workers']} workers"
     coarse = "none"
     if config.coarse_steps:
-        coarse = f"the first {config.coarse_steps:,}, on {by(config.coarse_grid, ' x ')}"
+        coarse = f"the first {config.coarse_steps:,}, on {by(config.coarse_shape, ' x ')}"
         coarse += f": {axes_text(config.unet.stride(0))} halved"
     rows = [
         ("network", network),
@@ -350,7 +351,6 @@ def _seen(config: RunConfig, start: Mapping[str, Any]) -> str:
             words += f" ({start['case_share']:.0%} of them a case's)"
     spacing_mm = config.target_spacing_mm or config.spacing_mm
     if spacing_mm:
-        shares = config.resolution_by_axis
-        seen_mm = [length / share for length, share in zip(spacing_mm, shares)]
-        words += f" of {in_mm(seen_mm)}"
+        seen_mm = map(operator.mul, spacing_mm, config.unet.average)
+        words += f" of {in_mm([*seen_mm])}"
     return words

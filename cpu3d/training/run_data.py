@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.region import round_up
-from cpu3d.data.resolution import field_of
 from cpu3d.data.sampling import ALL, Share, case_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_extent, case_region
@@ -44,8 +43,6 @@ class RunData:
             [split for split in ("train", "val") if store.manifest.split[split]],
             share=share,
         )
-        # Voxels of a volume for one of the network's divisors.
-        self._multiple = field_of(config.unet.divisors, config.resolution_by_axis)
         self._common: Dict[str, Any] = {
             "extent": config.extent,
             "channels": config.channels,
@@ -82,7 +79,6 @@ class RunData:
                 self._store,
                 split="train",
                 multiple=config.unet.divisors,
-                resolution=config.resolution_by_axis,
                 **options,
             )
         return MicroBatches(dataset, watch)
@@ -93,7 +89,7 @@ class RunData:
         dataset = volume_dataset(
             self._store,
             split="val",
-            multiple=self._multiple,
+            multiple=self.config.unet.divisors,
             stop=self.held_out,
             shuffle=False,
             share=self._share.singly(),
@@ -110,7 +106,7 @@ class RunData:
         `validation`."""
         record = self._store.cases("val")[held_out]
         extent = self.config.extent
-        size = round_up(case_extent(record, extent), self._multiple)
+        size = round_up(case_extent(record, extent), self.config.unet.divisors)
         region = case_region(record, size, extent)
         sides = zip(region.padding(record.shape), region.size)
         x, y, z = (slice(before, size - after) for (before, after), size in sides)

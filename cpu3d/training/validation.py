@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.data.region import Array
-from cpu3d.data.resolution import Resizing
 from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.learner import Learner
@@ -88,9 +87,6 @@ def _whole_logits(
     shape = shape3(image.shape[1:4])
     if config.is_patch:
         return sliding_window(logits_of, image, shape3(map(min, config.grid, shape)))[None]
-    if config.resolution < 1:
-        resizing = Resizing(config.grid_of(shape), config.resolution_by_axis)
-        return resizing.grow(logits_of(resizing.shrink(image)))
     return logits_of(image)
 
 

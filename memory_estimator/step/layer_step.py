@@ -117,7 +117,7 @@ class _Layers:
                 kernels[op.name] = self._kernel_gradient(op, gradient)
             for name in op.inputs:
                 below = self.writer.layers[name]
-                if below.kind is LayerKind.INPUT:
+                if not below.has_gradient:
                     continue
                 made = self._gradient(op, below, gradient)
                 if name in of_outputs:

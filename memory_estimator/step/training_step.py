@@ -102,7 +102,8 @@ class StepWriter:
         self.keeps = keeps
         unet = self.job.unet
         # Voxels X, Y, Z of each level.
-        self.grids = [unet.grid(self.job.shape, level) for level in range(unet.depth)]
+        levels = (unet.image_level, *range(unet.depth))
+        self.grids = {level: unet.grid(self.job.shape, level) for level in levels}
         self._tensors: Dict[Value, Tuple[str, ...]] = {self.network.image: ("image",)}
 
     def write(self, ops: Sequence[Op]) -> None:

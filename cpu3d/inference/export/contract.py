@@ -9,7 +9,6 @@ from typing import Any, Dict
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
-from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.settings import RunConfig
@@ -23,12 +22,7 @@ SIDES = ("X", "Y", "Z")  # of an image, any that are multiples of what the netwo
 
 
 def exported_config(config: RunConfig) -> RunConfig:
-    """The run as it is exported: in float32. Raises InputError for a run at a lower resolution."""
-    if config.resolution != 1:
-        raise InputError(
-            f"export needs a run at full resolution, got {config.resolution:g}: an exported "
-            "network does not make images smaller; export another run"
-        )
+    """The run as it is exported: in float32."""
     unet = dataclasses.replace(config.unet, dtype="float32", policy="speed")
     return dataclasses.replace(config, unet=unet)
 

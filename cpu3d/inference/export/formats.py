@@ -18,6 +18,7 @@ from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_bytes
 from models.config import EPSILON
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp, layer_plan
+from models.network import network_program
 from models.unet3d import build_unet3d, finest
 from models.weights import network_weights
 
@@ -82,7 +83,9 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
         elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, by_layer.get(op.name, {}))
-    turned = graph.add("Transpose", [tensors["head"]], perm=[0, 2, 3, 4, 1])
+    turned = graph.add(
+        "Transpose", [tensors[network_program(unet).logits[0].name]], perm=[0, 2, 3, 4, 1]
+    )
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], OUTPUT)
     helper = onnx.helper
 
@@ -191,6 +194,11 @@ def _layer(
     graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]
 ) -> str:
     """The nodes of one layer of the plan; returns its output."""
+    if op.name == "average":
+        return graph.add("AveragePool", inputs, kernel_shape=op.strides, strides=op.strides)
+    if op.name == "interpolate":
+        scales = graph.constant(np.float32([1, 1, *op.strides]))
+        return graph.add("Resize", [inputs[0], "", scales], mode="linear")
     if op.kind is LayerKind.PLAIN:
         raise InputError(
             f"--format must be savedmodel for layer {op.name}, which only TensorFlow computes, got "
