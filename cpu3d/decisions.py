@@ -18,6 +18,7 @@ from cpu3d.data.region import NO_GRID, Shape3
 from cpu3d.data.store import Store, case_extent, check_names
 from cpu3d.data.stores.store_decisions import (
     augment_of_store,
+    curriculum_of_store,
     depth_of_store,
     median_extent,
     strides_of_store,
@@ -100,7 +101,7 @@ def decide(
     )
     check_device(settings, workers)
     config = RunConfig(**vars(facts), **vars(settings))
-    config = _with_grid(config, store, chosen.get("patch"), card)
+    config = _with_grid(config, store, chosen.get("patch"), card, reasons)
     for line in why_no_card(wanted_device, config.mode, gpus):
         reasons["device"] = line
     transfer = None
@@ -143,7 +144,11 @@ def _levels(
 
 
 def _with_grid(
-    config: RunConfig, store: Store, wanted: Optional[Sequence[int]], card: Optional[Gpu]
+    config: RunConfig,
+    store: Store,
+    wanted: Optional[Sequence[int]],
+    card: Optional[Gpu],
+    reasons: Dict[str, str],
 ) -> RunConfig:
     """The run with its largest grid, and that of its coarse steps: of whole volumes, or the
     `wanted` patch, by itself the largest that fits the card, on a CPU the usual one; and as many
@@ -166,26 +171,41 @@ def _with_grid(
         patches_per_case = max(round(math.prod(config.grid_of(median)) / math.prod(grid)), 1)
         extent = grid
         median = grid
+    unet = config.unet
+    stride = unet.stride(0)
+    curriculum = config.curriculum
+    if curriculum == AUTO:
+        curriculum, why = curriculum_of_store(store, median, unet)
+        if curriculum == "all" and config.is_patch:
+            curriculum = "half"
+        reasons["curriculum"] = f"curriculum {curriculum}: {why}"
     coarse_shape = NO_GRID
-    if config.curriculum != "off":
-        coarse = coarse_grid(median, config.unet.stride(0), divisors)
-        if config.curriculum == "half" and not coarse.is_possible:
-            halved = zip("XYZ", config.unet.stride(0), divisors)
+    if curriculum != "off":
+        coarse = coarse_grid(median, stride, divisors)
+        if not coarse.is_possible:
+            halved = zip("XYZ", stride, divisors)
             below = [f"{2 * divisor} along {axis}" for axis, step, divisor in halved if step == 2]
             raise InputError(
                 f"--curriculum must be off if half of {by(median)} is below {' or '.join(below)}, "
-                f"got half, a grid of {by(coarse.grid)}; leave it out, or choose a smaller --depth"
+                f"got {curriculum}, a grid of {by(coarse.grid)}; leave it out, or choose a smaller "
+                "--depth"
             )
-        if coarse.is_taken or config.curriculum == "half":
-            coarse_shape = coarse_grid(extent, config.unet.stride(0), divisors).grid
-            if not config.is_patch:
-                coarse_shape = shape3(map(operator.mul, coarse_shape, config.unet.stride(0)))
+        coarse_shape = coarse_grid(extent, stride, divisors).grid
+        if not config.is_patch:
+            coarse_shape = shape3(map(operator.mul, coarse_shape, stride))
+    if curriculum == "all":
+        if config.is_patch:
+            raise InputError("--curriculum must be half or off for patches, got all; choose one")
+        unet = dataclasses.replace(unet, average=stride)
+        grid = coarse_shape
+        coarse_shape = NO_GRID
     return dataclasses.replace(
         config,
+        unet=unet,
         grid=grid,
         coarse_grid=coarse_shape,
         patches_per_case=patches_per_case,
-        curriculum="off" if coarse_shape == NO_GRID else "half",
+        curriculum=curriculum,
     )
 
 

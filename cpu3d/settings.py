@@ -126,8 +126,9 @@ class Settings:
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
         "the edge, along the axes that the network's first level halves, the others at full "
-        "resolution; auto: half if the grid of those first steps has 40^3 voxels or more, else off",
-        choices=(AUTO, "off", "half"),
+        "resolution; all: all steps at half resolution, and answers interpolated between; auto: "
+        "all of thick slices, else half, and off where half the grid has fewer than 40^3 voxels",
+        choices=(AUTO, "off", "half", "all"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
@@ -287,7 +288,12 @@ class RunConfig(Decided, Settings, StoreFacts):
         coarse = min(steps, self.coarse_steps)
         if not coarse:
             return steps
-        return steps - coarse + coarse * (math.prod(self.coarse_shape) / math.prod(self.grid))
+        return steps - coarse + coarse * (math.prod(self.coarse_shape) / self.seen_voxels)
+
+    @property
+    def seen_voxels(self) -> int:
+        """Voxels of the network's finest level in a full step of the largest case."""
+        return math.prod(self.unet.grid(self.grid, 0))
 
     def at(self, step: int) -> "RunConfig":
         """The run as step `step` (0 is the first) is computed: without its curriculum, by one

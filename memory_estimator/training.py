@@ -141,9 +141,9 @@ class Schedule:
         "speed". With a smaller grid than the run's they are counted as large as that at most."""
         if self.coarse_shape is None:
             return None
-        coarse = job.with_unet(policy="speed", average=self.coarse_average)
-        most = rounded_up(job.shape, coarse.unet.divisors)
-        return dataclasses.replace(coarse, shape=shape3(map(min, self.coarse_shape, most)))
+        unet = dataclasses.replace(job.unet, policy="speed", average=self.coarse_average)
+        most = rounded_up(job.shape, unet.divisors)
+        return dataclasses.replace(job, unet=unet, shape=shape3(map(min, self.coarse_shape, most)))
 
     def estimator(
         self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1

@@ -147,12 +147,10 @@ class UNetConfig:
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the network can be made again; without strides if it halves all
-        axes each time, without `average` if it sees every voxel."""
+        axes each time."""
         fields = dataclasses.asdict(self)
         if not self.strides:
             del fields["strides"]
-        if not self.averages:
-            del fields["average"]
         return fields
 
     @property

@@ -37,6 +37,7 @@ class _Network:
         self.image = Value("image", ValueKind.MAP, config.image_level, config.channels)
         self._emit = Emitter(config)
         self._encoders: List[Block] = []
+        self._coarse_logits: Optional[Value] = None  # before they are interpolated
         self._decoders: Dict[int, Block] = {}
 
     def program(self) -> NetworkProgram:
@@ -62,9 +63,8 @@ class _Network:
         config = self.config
         below = self.image
         if config.averages:
-            below = self._emit.plain(
-                "average", self._resize("average"), (below,), below.channels, 0
-            )
+            operation = self._resize("average")
+            below = self._emit.plain("average", operation, (below,), below.channels, level=0)
         for level in range(config.depth):
             if level:
                 below = self._emit.max_pool(level, below)
@@ -80,9 +80,10 @@ class _Network:
         if config.averages:
             self._coarse_logits = logits[0]
             operation = self._resize("interpolate")
-            logits[0] = self._emit.plain(
-                "interpolate", operation, (logits[0],), config.outputs, IMAGE_LEVEL
+            made = self._emit.plain(
+                "interpolate", operation, (logits[0],), config.outputs, level=IMAGE_LEVEL
             )
+            logits[0] = made
         return logits
 
     def _backward(self, slopes: Sequence[Value]) -> Tuple[Value, Optional[Value]]:
@@ -94,7 +95,7 @@ class _Network:
         slope = by_level.pop(0)
         if self.config.averages:
             operation = self._resize("interpolate")
-            maps = (self._coarse_logits,)
+            maps = given(self._coarse_logits)
             (slope,) = self._emit.plain_gradients("interpolate", operation, maps, slope)
         grad = self._through_head(0, slope, None)
         for level in range(bottom):

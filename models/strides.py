@@ -195,3 +195,11 @@ def axes_text(stride: Shape3) -> str:
     if len(axes) == 1:
         return axes[0]
     return f"{', '.join(axes[:-1])} and {axes[-1]}"
+
+
+# TEMPORARY until the data room is merged
+Resolution3 = Tuple[float, float, float]
+
+
+def network_grid(extent, resolution, divisors):
+    return rounded_up(extent, divisors)

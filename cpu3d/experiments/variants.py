@@ -176,7 +176,7 @@ def _voxels(config: RunConfig, steps: int) -> int:
     """Voxels that the network sees in a run of so many steps, a curriculum's share of them at half
     resolution."""
     full_steps = config.with_coarse_share(steps).full_steps(steps)
-    return round(config.batch * math.prod(config.grid) * full_steps)
+    return round(config.batch * config.seen_voxels * full_steps)
 
 
 def _steps(epochs: float, plans: Sequence[Plan]) -> List[Optional[int]]:

@@ -12,7 +12,7 @@ from typing import List, NamedTuple, Sequence, Tuple
 
 from cpu3d.data.augment import FEW_CASES
 from cpu3d.data.cases.kinds import FROM_SHARE
-from cpu3d.data.cases.resample import in_mm, range_in_mm, target_spacing
+from cpu3d.data.cases.resample import THICK_SLICES, in_mm, range_in_mm, target_spacing, thick_axis
 from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
@@ -65,7 +65,7 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("levels", str(depth), why_depth),
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
-        _coarse_steps(median, unet),
+        DecidedRow("half resolution", *curriculum_of_store(store, median, unet)),
         DecidedRow("augmentation", *augment_of_store(store)),
         *_regions(manifest),
     ]
@@ -93,6 +93,20 @@ def depth_of_store(
     spacing_mm = _spacing_of(store)
     depth = depth_for(spacing_mm, shape, most)
     return depth, depth_reason(what, shape, depth, most)
+
+
+def curriculum_of_store(store: Store, extent: Shape3, unet: UNetConfig) -> Tuple[str, str]:
+    """The curriculum of whole volumes by itself, and why: half the grid of `extent`, along the axes
+    that the first level halves, for no step, the first ones, or all."""
+    stride = unet.stride(0)
+    coarse = coarse_grid(extent, stride, unet.divisors)
+    halved = f"{axes_text(stride)} halved, as by the first level: {by(coarse.grid, ' x ')}"
+    if not coarse.is_taken:
+        least = round(LEAST_COARSE_VOXELS ** (1 / 3))
+        return "off", f"{halved} has fewer than {least}^3 voxels"
+    if thick_axis(_spacing_of(store)) is not None:
+        return "all", f"{halved}; slices are {THICK_SLICES} times as thick as voxels are wide"
+    return "half", halved
 
 
 def augment_of_store(store: Store) -> Tuple[str, str]:
@@ -165,18 +179,6 @@ def _spacing(store: Store) -> DecidedRow:
         resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
         value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
     return DecidedRow("spacing", value, found)
-
-
-def _coarse_steps(box: Shape3, unet: UNetConfig) -> DecidedRow:
-    """The grid of the first steps of a run, if it has coarse ones by itself."""
-    stride = unet.stride(0)
-    coarse = coarse_grid(box, stride, unet.divisors)
-    grid = by(coarse.grid, " x ")
-    halved = f"{axes_text(stride)} halved, as by the first level"
-    if coarse.is_taken:
-        return DecidedRow("coarse steps", f"on {grid}", halved)
-    least = round(LEAST_COARSE_VOXELS ** (1 / 3))
-    return DecidedRow("coarse steps", "none", f"{halved}: {grid} has fewer than {least}^3 voxels")
 
 
 def _regions(manifest: Manifest) -> List[DecidedRow]:
