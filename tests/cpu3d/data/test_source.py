@@ -193,14 +193,15 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
     assert len(hashes_of(phantom_store, kind, share=Share(0, 3, 3), stop=None)) == 1
 
 
-def written(folder, arrays, spacing_mm=(1, 1, 1), **fields):
+def written(folder, arrays, spacing_mm=(1.0, 1.0, 1.0), **fields):
     """The store of cases with these images and labels, on a grid in axes R A S."""
-    affine = affine_rows(np.diag([*spacing_mm, 1.0]))
+    affine = affine_rows(np.diag([*spacing_mm, 1]))
     (folder / "cases").mkdir()
     records = []
     for case_id, (image, label) in arrays.items():
         geometry = Geometry(label.shape, affine, "RAS", 1, 1)
-        record = make_record(case_id, geometry=geometry, **facts_of(image, label))
+        facts = {"spacing_mm": spacing_mm, **facts_of(image, label)}
+        record = make_record(case_id, geometry=geometry, **facts)
         records.append(write_arrays(folder, record, image, label, format_="npy", cropped=False))
     write_store(folder, manifest_of(records, **fields))
     return open_store(folder)
@@ -241,7 +242,7 @@ def test_some_channels_and_regions_are_those_of_all(phantom_store):
 
 def test_what_is_turned_keeps_its_shape_in_mm_and_is_what_is_around_a_patch(tmp_path):
     """Of a ball in a case whose voxels are all 100: beside a patch there is no 0."""
-    spacing_mm = (2, 2, 1)
+    spacing_mm = (2.0, 2.0, 1.0)
     places_mm = (np.moveaxis(np.indices((60, 60, 60)), 0, -1) - 29.5) * spacing_mm
     label = np.linalg.norm(places_mm, axis=-1) < 14
     image = np.full((60, 60, 60, 1), 100, np.int16)
