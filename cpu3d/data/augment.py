@@ -16,7 +16,6 @@ from cpu3d.data.cases.resample import thick_axis
 from cpu3d.data.labels import mirror_pair
 from cpu3d.data.normalise import Levels
 from cpu3d.data.region import Array, xyz
-from cpu3d.data.resolution import growing
 from cpu3d.data.sampling import random_units, random_words
 from memory_estimator.common.schema import option
 
@@ -259,8 +258,16 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
     fewer = max(round(voxels * low_resolution), 1)
     if fewer < voxels:
         nearest = ((np.arange(fewer) + 0.5) * voxels / fewer).astype(int)
-        made = growing(voxels, fewer, fewer / voxels) @ made[nearest]
+        made = _growing(voxels, fewer) @ made[nearest]
     return made.astype(np.float32)
+
+
+def _growing(voxels: int, fewer: int) -> Array:
+    """Return the weights (voxels, fewer) float32 of linear interpolation, or of the last centre,
+    from fewer voxels along an axis."""
+    position = (np.arange(voxels)[:, None] + 0.5) * (fewer / voxels) - 0.5
+    position = np.clip(position, 0, fewer - 1)
+    return np.maximum(1 - np.abs(position - np.arange(fewer)[None, :]), 0).astype(np.float32)
 
 
 def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Array:

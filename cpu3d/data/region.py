@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu3d.errors import raise_if_any
-from models.strides import Resolution3
 
 T = TypeVar("T")
 Shape3 = Tuple[int, int, int]
 Multiple = Union[int, Shape3]  # of all sides, or of X, Y and Z each
-Resolution = Union[float, Resolution3]  # 1 or 1/2 along all axes, or X, Y and Z each
 Array = NDArray[Any]  # docstrings say its shape and dtype
 
 # What of a case the network gets: its content box, "brain", or its whole grid.

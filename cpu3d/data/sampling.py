@@ -15,10 +15,18 @@ from functools import lru_cache
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole, xyz
-from cpu3d.data.resolution import field_of
+from cpu3d.data.region import (
+    EXTENTS,
+    Region,
+    Shape3,
+    centred,
+    is_integer,
+    require,
+    round_up,
+    whole,
+    xyz,
+)
 from cpu3d.data.store import case_extent, case_region
-from models.strides import Resolution3, network_grid
 
 T = TypeVar("T")
 MASK = 2**64 - 1
@@ -81,7 +89,6 @@ class VolumeSampling:
     grid: Optional[Shape3] = None
     """Voxels X, Y, Z of all volumes. None: of each the least that hold its extent."""
     multiple: Shape3 = (1, 1, 1)  # of the voxels along each axis
-    resolution: Resolution3 = (1, 1, 1)  # that volumes are averaged down to
     seed: int = 0
     shuffle: bool = True  # whether cases come in another order every epoch
 
@@ -89,7 +96,7 @@ class VolumeSampling:
         """Voxels X, Y, Z of a case's volume on its own."""
         if self.grid is not None:
             return self.grid
-        return network_grid(case_extent(record, self.extent), self.resolution, self.multiple)
+        return round_up(case_extent(record, self.extent), self.multiple)
 
 
 def volume_at(
@@ -107,8 +114,7 @@ def volume_at(
     grids = [sampling.grid_of(records[index_at(each)]) for each in (position, *together)]
     grid = xyz(map(max, zip(*grids)))
     index = index_at(position)
-    region = case_region(records[index], field_of(grid, sampling.resolution), sampling.extent)
-    return Patch(index, region, grid)
+    return Patch(index, case_region(records[index], grid, sampling.extent))
 
 
 # --- Patches ---
@@ -119,7 +125,6 @@ class Patch(NamedTuple):
 
     case_index: int  # among the cases of the split
     region: Region  # of the case's grid
-    grid: Shape3  # voxels X, Y, Z that it has as a sample
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def patch_at(
     starts = _starts(sampling, record)
     if not codes:
         start = xyz(low + int(next(units) * (high - low + 1)) for low, high in starts)
-        return Patch(index, Region(start, shape), shape)
+        return Patch(index, Region(start, shape))
     code_unit = next(units)
     region_unit = next(units)
     centre_unit = next(units)
@@ -188,7 +193,7 @@ def patch_at(
     for voxel, size, (low, high) in zip(_picked(record.centres[code], centre_unit), shape, starts):
         before = size // 4 + int(next(units) * max(size // 2, 1))
         around.append(min(max(voxel - before, low), high))
-    return Patch(index, Region(xyz(around), shape), shape)
+    return Patch(index, Region(xyz(around), shape))
 
 
 def _picked(choices: Sequence[T], unit: float) -> T:

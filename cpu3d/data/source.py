@@ -23,21 +23,11 @@ from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import (
-    EXTENTS,
-    NO_GRID,
-    Multiple,
-    Resolution,
-    Shape3,
-    by_axis,
-    is_integer,
-    require,
-)
+from cpu3d.data.region import EXTENTS, NO_GRID, Multiple, Shape3, by_axis, is_integer, require
 from cpu3d.data.sampling import ALL, PatchSampling, Share, VolumeSampling, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
-from models.strides import Resolution3, network_grid
 
 __all__ = [
     "Batches", "PatchSampling", "case_region", "grid_size", "normalise", "open_reading",
@@ -57,7 +47,6 @@ def volume_dataset(
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: Multiple = 16,
-    resolution: Resolution = 1.0,
     channels: Optional[Sequence[str]] = None,
     regions: Optional[Sequence[str]] = None,
     augment: AugmentConfig = NO_AUGMENT,
@@ -94,8 +83,6 @@ def volume_dataset(
             hold the others of its batch.
         multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
             several times.
-        resolution: 1, or 1/2 to average volumes down before they are padded, along each axis, or
-            along X, Y and Z. A region stays where it fills half of a voxel.
         channels: names, in the order of the image; None for all of the store's.
         regions: names, in the order of the target; None for all of the store's.
         augment: how samples are changed by chance; not at all by default.
@@ -108,20 +95,14 @@ def volume_dataset(
     Raises InputError for arguments out of range, unknown names, an empty split, cases without
     labels, and damaged files. Those that are damaged later end the dataset with an error of
     TensorFlow, from which `Batches` makes an InputError again."""
-    shares = by_axis(resolution)
-    is_resolution = len(shares) == 3 and {*shares} <= {0.5, 1}
-    require(
-        ("resolution", "1 or 1/2 along each axis", resolution, is_resolution),
-        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
-    )
+    require(("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS))
     if grid is not None:
-        _check_grid(store, grid, extent, shares)
-    volumes = VolumeSampling(extent, grid, by_axis(multiple), shares, seed, shuffle)
+        _check_grid(store, grid, extent)
+    volumes = VolumeSampling(extent, grid, by_axis(multiple), seed, shuffle)
     return _dataset(
         store,
         volumes,
         grid,
-        shares,
         split=split,
         start=start,
         stop=stop,
@@ -192,7 +173,6 @@ def patch_dataset(
         store,
         patches,
         patches.shape,
-        (1, 1, 1),
         split=split,
         start=start,
         stop=stop,
@@ -217,7 +197,6 @@ def _dataset(
     store: Store,
     sampling: Union[PatchSampling, VolumeSampling],
     grid: Optional[Shape3],
-    resolution: Resolution3,
     *,
     split: str,
     start: int,
@@ -262,7 +241,6 @@ def _dataset(
         first=indices.start,
         mirrored=augment.mirrored_axes((*manifest.labels.values(), *manifest.regions)),
         normalisation=manifest.normalisation,
-        resolution=resolution,
     )
     return _pipeline(_keeping_errors(load), indices, spec, grid, int(batch), int(threads))
 
@@ -306,10 +284,9 @@ def _pipeline(
     return dataset.prefetch(1).with_options(options)
 
 
-def _check_grid(store: Store, grid: Shape3, extent: str, resolution: Resolution3) -> None:
+def _check_grid(store: Store, grid: Shape3, extent: str) -> None:
     """Raise InputError for a grid of all volumes that would lose voxels."""
-    largest = grid_size(store, extent=extent, multiple=1)
-    least = network_grid(largest, resolution, (1, 1, 1))
+    least = grid_size(store, extent=extent, multiple=1)
     if len(grid) != 3 or not all(map(is_integer, grid, least)):
         rule = (
             f"grid must be three integers of at least {by(least)}, the largest extent in the store"

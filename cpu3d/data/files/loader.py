@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple, Union
+from typing import Sequence, Union
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from cpu3d.data.native.samples import make_sample
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.resolution import shrinking
 from cpu3d.data.sampling import (
     ALL,
     ATTEMPTS,
@@ -29,7 +28,6 @@ from cpu3d.data.sampling import (
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from models.native.shared import IGNORED
-from models.strides import Resolution3
 
 # A box of less than 1/SMALL of its array is copied out of the file; of a larger one the array is
 # mapped.
@@ -81,7 +79,6 @@ class Loader:
     first: int
     mirrored: Sequence[int]  # axes along which samples may be mirrored
     normalisation: Sequence[Normalisation] = ()  # of the store
-    resolution: Resolution3 = (1, 1, 1)  # that samples are averaged down to, before they are turned
 
     def __call__(self, sample: int) -> ImageAndTarget:
         sample = int(sample)
@@ -91,7 +88,7 @@ class Loader:
             begin = sample - (sample - self.first) % self.batch
             together = [self.share.position(begin + index) for index in range(self.batch)]
             volume = volume_at(position, sampling, self.records, together)
-            sampling = dataclasses.replace(sampling, grid=volume.grid)
+            sampling = dataclasses.replace(sampling, grid=volume.region.size)
         image, target = self._sample(position, sampling)
         drawn = draw_box(
             self.augment.cutmix,
@@ -124,19 +121,16 @@ class Loader:
         drawn = draw(
             self.augment,
             levels_of(record.statistics, self.normalisation),
-            tuple(np.divide(record.spacing_mm, self.resolution)),  # of the voxels that are turned
+            record.spacing_mm,
             seed=self.sampling.seed,
             position=position,
             mirrored=self.mirrored,
         )
         needed = patch.region
-        weights: Optional[Tuple[Array, ...]] = None
-        if min(self.resolution) < 1:
-            weights = xyz(map(shrinking, patch.grid, patch.region.size, self.resolution))
-        elif drawn.matrix is not None:
+        if drawn.matrix is not None:
             needed = _turned(patch.region, drawn.matrix)
         stored = _stored(self.reader, record, patch.region, needed)
-        spec = dataclasses.replace(self.spec, grid=patch.grid, shrinking=weights)
+        spec = dataclasses.replace(self.spec, grid=patch.region.size)
         return make_sample(stored, drawn, spec)
 
 

@@ -6,10 +6,10 @@ from typing import List, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.augment import AugmentParams, smoothing
+from cpu3d.data.cases.resample import TIE
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.normalise import scaled
 from cpu3d.data.region import Array, Region, Shape3, crop, xyz
-from cpu3d.data.resolution import TIE
 from models.native.shared import IGNORED
 
 
@@ -18,15 +18,8 @@ def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> Image
     picked = stored.image[..., list(spec.channels)].astype(np.float32)
     image = scaled(picked, drawn.scale, drawn.shift, drawn.window)
     target = spec.table[stored.label].astype(np.float32)
-    start = stored.start
-    if spec.shrinking is not None:
-        image = _shrunk(image, start, spec.shrinking)
-        target = _shrunk(target, start, spec.shrinking)
-        if spec.ignore is not None:
-            target = _without_ignored(target)
-        start = (0, 0, 0)
-    image = _moved(image, start, drawn.matrix, spec.grid)
-    target = _moved(target, start, drawn.matrix, spec.grid)
+    image = _moved(image, stored.start, drawn.matrix, spec.grid)
+    target = _moved(target, stored.start, drawn.matrix, spec.grid)
     if drawn.outside is not None:
         image = image + drawn.outside
     image = _changed(image, drawn)
@@ -39,16 +32,6 @@ def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> Image
 
         image = image.astype(bfloat16).view(np.uint16)
     return np.ascontiguousarray(image), np.ascontiguousarray(target, np.uint8)
-
-
-def _without_ignored(target: Array) -> Array:
-    """Turn means (X, Y, Z, R + 1), the last of ignored voxels, into those over the other voxels
-    alone; 0 and 1 where there are no others."""
-    ignored = target[..., -1:]
-    is_ignored = ignored >= np.float32(1 - TIE)
-    others = np.where(is_ignored, np.float32(1), 1 - ignored)
-    regions = np.where(is_ignored, np.float32(0), target[..., :-1] / others)
-    return np.concatenate([regions, is_ignored], -1, dtype=np.float32)
 
 
 def _decided(target: Array, spec: SampleSpec) -> Array:
@@ -76,15 +59,6 @@ def smoothings(drawn: AugmentParams, grid: Shape3) -> List[Optional[Tuple[Array,
         else:
             matrices.append(None)
     return matrices
-
-
-def _shrunk(volume: Array, start: Shape3, matrices: Sequence[Array]) -> Array:
-    """Average a box that begins at this voxel of the store's grid down to all of the network's
-    grid."""
-    for axis, matrix in enumerate(matrices):
-        weights = matrix[:, start[axis] : start[axis] + volume.shape[axis]]
-        volume = _along(volume, weights, axis)
-    return volume
 
 
 def _along(volume: Array, matrix: Array, axis: int) -> Array:

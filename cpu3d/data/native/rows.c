@@ -10,7 +10,7 @@ int begin_rows(struct rows *rows, const struct box *box)
         return -1;
     rows->shift = rows->scale + count;
     rows->spare = rows->shift + count;
-    if (box->kind == INT16 || box->kind == WINDOWED) {
+    if (box->kind != LABEL) {
         repeat(rows->scale, box->scale, box->size[Z], box->channels);
         repeat(rows->shift, box->shift, box->size[Z], box->channels);
     }
@@ -53,8 +53,6 @@ void stored_row(const struct rows *rows, int x, int y, float *restrict to)
         for (int z = 0; z < box->size[Z]; z++)
             for (int c = 0; c < channels; c++)
                 to[z * channels + c] = box->table[codes[z * box->strides[Z]] * channels + c];
-    } else if (box->kind == FLOAT32) { /* of `shrink`: scaled, and the channels side by side */
-        memcpy(to, (const float *)box->values + start, count * sizeof(float));
     } else {
         read_row(box, start, to);
         for (int i = 0; i < count; i++)
@@ -62,7 +60,7 @@ void stored_row(const struct rows *rows, int x, int y, float *restrict to)
     }
 }
 
-/* A row of the network's grid: the box's where it lies, 0 around it. Returns as `sample_row`. */
+/* A row of the sample's grid: the box's where it lies, 0 around it. Returns as `sample_row`. */
 static int plain_row(const struct rows *rows, const struct sample *sample, int x, int y, float *to)
 {
     const struct box *box = &rows->box;

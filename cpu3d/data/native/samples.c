@@ -1,19 +1,17 @@
 /* Makes one sample of a training: from the stored voxels of a case to the network's image and
    target, on one thread.
 
-   Stored voxels are normalised, averaged down to the network's grid, turned and zoomed, changed in
-   intensity, mirrored and rounded. plain.py has the same in NumPy, a step at a time; samples.py
-   calls both. Volumes are [x][y][z][channels] in C order. Up to the turn, 0 is what surrounds the
-   box, in every channel; `outside` then makes it the value of what surrounds a volume. In a channel
-   with a background that is 0 too, and intensity leaves it alone. */
+   Stored voxels are normalised, turned and zoomed, changed in intensity, mirrored and rounded.
+   plain.py has the same in NumPy, a step at a time; samples.py calls both. Volumes are
+   [x][y][z][channels] in C order. Up to the turn, 0 is what surrounds the box, in every channel;
+   `outside` then makes it the value of what surrounds a volume. In a channel with a background that
+   is 0 too, and intensity leaves it alone. */
 #include "samples.h"
 
-/* A region's mean from which on a voxel is inside: resolution.TIE below a half. */
+/* A region's mean from which on a voxel is inside: resample.TIE below a half. */
 static const float INSIDE = 0.5f - 1e-4f;
-/* The share of ignored voxels in a voxel from which on it is ignored too: more than half of what it
-   is turned from, or all that it is averaged of. */
+/* The share of ignored voxels in what a voxel is turned from, above which it is ignored too. */
 static const float MOST_IGNORED = 0.5f + 1e-4f;
-static const float ALL_IGNORED = 1 - 1e-4f;
 
 static void round_row(const float *restrict from, int count, uint16_t *restrict to)
 {
@@ -60,11 +58,12 @@ static void limit(const struct ends *ends, int count, float *restrict row)
     }
 }
 
-/* The image from the box on the network's grid. It is computed in its own memory, or as bfloat16 a
-   row at a time, or as a whole if a change of intensity needs that. */
-static int make_image(const struct sample *sample, const struct box *box)
+/* The image from its box. It is computed in its own memory, or as bfloat16 a row at a time, or as a
+   whole if a change of intensity needs that. */
+static int make_image(const struct sample *sample)
 {
     size_t rows_of_all = (size_t)sample->grid[X] * sample->grid[Y];
+    const struct box *box = &sample->image;
     int count = sample->grid[Z] * box->channels;
     int needs_all = sample->smoothing || sample->contrast || sample->gamma;
     int by_rows = sample->is_bfloat16 && !needs_all;
@@ -144,21 +143,6 @@ static int cut_to_regions(struct box *box)
     return 1;
 }
 
-/* Of an averaged label the means over those voxels that are not ignored, where there are some. */
-static void leave_out_ignored(struct box *box)
-{
-    int regions = box->channels - 1;
-    float *mean = (float *)box->values;
-    size_t voxels = (size_t)box->size[X] * box->size[Y] * box->size[Z];
-    for (size_t i = 0; i < voxels; i++, mean += box->channels) {
-        float ignored = mean[regions];
-        int is_ignored = ignored >= ALL_IGNORED;
-        for (int c = 0; c < regions && ignored > 0; c++)
-            mean[c] = is_ignored ? 0 : mean[c] / (1 - ignored);
-        mean[regions] = is_ignored;
-    }
-}
-
 /* A row of the target, of means over each voxel of `regions` channels and of the ignored voxels. */
 static void decide_row(const float *mean, int voxels, int regions, uint8_t *to)
 {
@@ -169,7 +153,7 @@ static void decide_row(const float *mean, int voxels, int regions, uint8_t *to)
     }
 }
 
-/* The target from the label's box on the network's grid. */
+/* The target from the label's box. */
 static int make_target(const struct sample *sample, const struct box *box)
 {
     size_t rows_of_all = (size_t)sample->grid[X] * sample->grid[Y];
@@ -195,34 +179,11 @@ static int make_target(const struct sample *sample, const struct box *box)
     return failed ? -1 : 0;
 }
 
-/* A box on the network's grid, and what of it is to be freed. */
-static int on_grid(const struct sample *sample, struct box *box, void **memory)
-{
-    struct box averaged;
-    *memory = NULL;
-    if (!sample->shrinking)
-        return 0;
-    if (shrink(box, sample->shrinking, &averaged))
-        return -1;
-    *box = averaged;
-    *memory = (void *)averaged.values;
-    return 0;
-}
-
 /* Makes a sample: 0, or -1 if memory ran out. */
 int make_sample(const struct sample *sample)
 {
-    struct box image = sample->image;
     struct box label = sample->label;
-    void *memory;
-    int failed = on_grid(sample, &image, &memory) || make_image(sample, &image);
-    free(memory);
-    if (failed || !cut_to_regions(&label))
-        return failed ? -1 : 0;
-    failed = on_grid(sample, &label, &memory);
-    if (memory && sample->has_ignored)
-        leave_out_ignored(&label);
-    failed = failed || make_target(sample, &label);
-    free(memory);
-    return failed ? -1 : 0;
+    if (make_image(sample))
+        return -1;
+    return cut_to_regions(&label) ? make_target(sample, &label) : 0;
 }

@@ -12,13 +12,12 @@
 
 enum { X, Y, Z, AXES, HUGE_PAGE = 1 << 21 };
 enum { IGNORED = 255 }; /* in a target: not learnt, as in models/native/shared.py */
-enum kind { INT16, FLOAT32, LABEL, WINDOWED }; /* as in samples.py */
+enum kind { INT16, LABEL, WINDOWED }; /* as in samples.py */
 enum { LOW, HIGH, ORIGIN, WINDOW }; /* of a window: what it reads, and what it takes away */
 
-/* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift,
-   WINDOWED, which is int16, by its window before them, LABEL by a table of the codes, 1 where a
-   code belongs to the channel, which then is a region; a last channel may be of the code that is to
-   be ignored. */
+/* A box of voxels of a grid. Its values become float32: INT16 by scale and shift, WINDOWED, which
+   is int16, by its window before them, LABEL by a table of the codes, 1 where a code belongs to the
+   channel, which then is a region; a last channel may be of the code that is to be ignored. */
 struct box {
     const void *values; /* of the box's first voxel */
     int kind;
@@ -40,9 +39,8 @@ struct band {
 };
 
 struct sample {
-    struct box image, label; /* in the store's grid, which without `shrinking` is the network's */
-    int grid[AXES]; /* the network's */
-    const struct band *shrinking; /* [AXES], or NULL */
+    struct box image, label;
+    int grid[AXES]; /* voxels of the image and the target */
     const float *matrix; /* [AXES][AXES], voxels from the centre: made -> read; or NULL */
     int flips[AXES];
     const float *outside; /* [channels], is added to all voxels of the grid; NULL for none */
@@ -86,11 +84,8 @@ ALWAYS_INLINE float windowed(float value, const float window[WINDOW])
 /* A stored value of the channel c of those picked, not yet scaled. */
 ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t offset, int c)
 {
-    if (kind == WINDOWED)
-        return windowed(((const int16_t *)box->values)[offset], box->window + WINDOW * c);
-    if (kind == INT16)
-        return ((const int16_t *)box->values)[offset];
-    return ((const float *)box->values)[offset];
+    float value = ((const int16_t *)box->values)[offset];
+    return kind == WINDOWED ? windowed(value, box->window + WINDOW * c) : value;
 }
 
 /* Without a branch, which would keep a loop from being computed in vectors. */
@@ -146,10 +141,6 @@ int sample_row(const struct rows *rows, const struct sample *sample, int x, int 
 
 /* turn.c: the same of the grid before it is mirrored along X and Y, turned about its centre. */
 int turned_row(const struct rows *rows, const struct sample *sample, int x, int y, float *to);
-
-/* shrink.c: the box on the network's grid, where it reaches; its values are for the caller to
-   free. */
-int shrink(const struct box *box, const struct band *bands, struct box *to);
 
 /* intensity.c: noise in the row at x, y, by the numbers [NOISE_NUMBERS][row] of `repeat_noise`; and
    what needs all of the image: smoothing, contrast, gamma. */

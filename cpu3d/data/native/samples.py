@@ -1,16 +1,15 @@
 """Makes a sample of a training from stored voxels, on one thread: by C, or by NumPy where there is
 no library and none can be built.
 
-    stored -> normalised -> averaged down to the network's grid -> turned and zoomed
+    stored -> normalised -> turned and zoomed
            -> noise, blur, low resolution, contrast, gamma -> limited -> mirrored -> rounded
 
-Without a drawn turn nothing is interpolated: at full resolution an image's values are those of
-`normalise.normalise`. A target's region is where its mean over a voxel, averaged and interpolated
-like the image, is at least 1/2.
+Without a drawn turn nothing is interpolated: an image's values are those of `normalise.normalise`.
+A target's region is where its mean over a voxel, interpolated like the image, is at least 1/2.
 
 Voxels that are not to be learnt have no say in that: the mean is over the others. A voxel is
-IGNORED in all regions where all that it is averaged of, or more than half of what it is turned
-from, is not to be learnt. What is around a volume is background, and learnt.
+IGNORED in all regions where more than half of what it is turned from is not to be learnt. What is
+around a volume is background, and learnt.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ from models.native.build import build_library
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 SOURCES = Path(__file__).resolve().parent
-INT16, _, LABEL, WINDOWED = range(4)  # as in samples.h
+INT16, LABEL, WINDOWED = range(3)  # as in samples.h
 
 
 def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> ImageAndTarget:
@@ -87,7 +86,7 @@ class _Sample(ctypes.Structure):
         ("image", _Box),
         ("label", _Box),
         ("grid", ctypes.c_int * 3),
-        *_pointers("shrinking", "matrix"),
+        *_pointers("matrix"),
         ("flips", ctypes.c_int * 3),
         *_pointers("outside", "background", "limits", "noise", "noise_keys"),
         *_pointers("smoothing", "contrast", "gamma"),
@@ -130,7 +129,6 @@ class _Call:
                 **self._box(stored.label, stored.start),
             ),
             grid=(ctypes.c_int * 3)(*spec.grid),
-            shrinking=self._bands(spec.shrinking or ()),
             flips=(ctypes.c_int * 3)(*drawn.flips),
             smoothing=self._smoothing(drawn, spec),
             is_negative=drawn.negative,

@@ -21,20 +21,17 @@ class Stored:
     image: Array  # (X, Y, Z, channels of the store) int16
     label: Array  # (X, Y, Z) uint8, codes
     start: Shape3
-    """Its first voxel among the store voxels of the sample; outside of them for a turn."""
+    """Its first voxel among those of the sample; outside of them for a turn."""
 
 
 @dataclass(frozen=True)
 class SampleSpec:
     """What all samples of a stream have in common."""
 
-    grid: Shape3  # the network's voxels X, Y, Z
+    grid: Shape3  # its voxels X, Y, Z
     channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
     codes: Tuple[Tuple[int, ...], ...]  # of each region, in the order of the target's last axis
     dtype: str = "float32"  # of the image, one of DTYPES
-    shrinking: Optional[Tuple[Array, ...]] = None
-    """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
-    resolution."""
     ignore: Optional[int] = None  # code of the voxels that are not to be learnt
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ struct line {
 struct output {
     float *to;
     int64_t step;
-    float *sums; /* [2][channels], to add up in */
 };
 
 /* Narrow voxels `range`, from [0] up to [1], to those of places from low to high on an axis. */
@@ -77,14 +76,9 @@ typedef int16_t four_shorts __attribute__((vector_size(8)));
 /* The values of four stored channels from the first picked one on. */
 ALWAYS_INLINE four four_at(const struct box *box, int kind, int64_t offset)
 {
-    four values;
-    if (kind == FLOAT32) {
-        memcpy(&values, (const float *)box->values + offset, sizeof values);
-        return values;
-    }
     four_shorts stored;
     memcpy(&stored, (const int16_t *)box->values + offset + box->picked[0], sizeof stored);
-    values = __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
+    four values = __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
     for (int c = 0; c < SIDE_BY_SIDE && kind == WINDOWED; c++)
         values[c] = windowed(values[c], box->window + WINDOW * c);
     return values;
@@ -101,41 +95,28 @@ ALWAYS_INLINE void turn_four(const struct box *box, int kind, int is_checked, co
         four stored = four_at(box, kind, offset_of(box, first, i));
         four weight = {share[i], share[i], share[i], share[i]};
         values += weight * stored;
-        if (kind != FLOAT32)
-            weights += (four)((four_bits)weight & (stored != 0));
+        weights += (four)((four_bits)weight & (stored != 0));
     }
-    if (kind != FLOAT32) {
-        four scale, shift;
-        memcpy(&scale, box->scale, sizeof scale);
-        memcpy(&shift, box->shift, sizeof shift);
-        values = values * scale + weights * shift;
-    }
+    four scale, shift;
+    memcpy(&scale, box->scale, sizeof scale);
+    memcpy(&shift, box->shift, sizeof shift);
+    values = values * scale + weights * shift;
     memcpy(voxel, &values, sizeof values);
 }
 
-ALWAYS_INLINE void turn_each(const struct box *box, int kind, int channels, int is_checked,
-                             const int first[AXES], const float share[CORNERS], float *sums,
-                             float *voxel)
+ALWAYS_INLINE void turn_one(const struct box *box, int kind, int is_checked, const int first[AXES],
+                            const float share[CORNERS], float *voxel)
 {
-    float *values = sums;
-    float *weights = sums + channels;
-    memset(sums, 0, 2 * channels * sizeof *sums);
+    float sum = 0;
+    float weight = 0; /* of the corners that are not background */
     for (int i = 0; i < CORNERS; i++) {
         if (is_checked && !is_in(box, first, i))
             continue;
-        int64_t offset = offset_of(box, first, i);
-        for (int c = 0; c < channels; c++) {
-            int stored_channel = kind == FLOAT32 ? c : box->picked[c];
-            float value = value_at(box, kind, offset + stored_channel, c);
-            values[c] += share[i] * value;
-            weights[c] += value == 0 ? 0 : share[i];
-        }
+        float value = value_at(box, kind, offset_of(box, first, i) + box->picked[0], 0);
+        sum += share[i] * value;
+        weight += value == 0 ? 0 : share[i];
     }
-    for (int c = 0; c < channels; c++) {
-        voxel[c] = values[c];
-        if (kind != FLOAT32)
-            voxel[c] = values[c] * box->scale[c] + weights[c] * box->shift[c];
-    }
+    *voxel = sum * box->scale[0] + weight * box->shift[0];
 }
 
 /* Voxels `range` of a line. Unless `is_checked` all of their corners are in the box. */
@@ -151,7 +132,7 @@ ALWAYS_INLINE void turn_voxels(const struct box *box, int kind, int channels, in
         if (channels == SIDE_BY_SIDE)
             turn_four(box, kind, is_checked, first, share, voxel);
         else
-            turn_each(box, kind, channels, is_checked, first, share, output->sums, voxel);
+            turn_one(box, kind, is_checked, first, share, voxel);
     }
 }
 
@@ -160,13 +141,13 @@ ALWAYS_INLINE void turn_kind(const struct box *box, int kind, int is_checked,
                              const struct output *output)
 {
     int are_adjacent = box->channels == SIDE_BY_SIDE;
-    for (int c = 1; c < box->channels && kind != FLOAT32; c++)
+    for (int c = 1; c < box->channels; c++)
         are_adjacent &= box->picked[c] == box->picked[0] + c;
     if (are_adjacent) {
         turn_voxels(box, kind, SIDE_BY_SIDE, is_checked, line, range, output);
         return;
     }
-    for (int c = 0; c < box->channels && kind != FLOAT32; c++) { /* one after the other */
+    for (int c = 0; c < box->channels; c++) { /* one after the other */
         struct box one = *box;
         struct output to = *output;
         one.channels = 1;
@@ -178,8 +159,6 @@ ALWAYS_INLINE void turn_kind(const struct box *box, int kind, int is_checked,
         to.to += c;
         turn_voxels(&one, kind, 1, is_checked, line, range, &to);
     }
-    if (kind == FLOAT32)
-        turn_voxels(box, kind, box->channels, is_checked, line, range, output);
 }
 
 /* --- Labels --- */
@@ -219,14 +198,10 @@ static void turn_range(const struct box *box, int is_checked, const struct line 
         turn_kind(box, INT16, 1, line, range, output);
     else if (box->kind == INT16)
         turn_kind(box, INT16, 0, line, range, output);
-    else if (box->kind == WINDOWED && is_checked)
-        turn_kind(box, WINDOWED, 1, line, range, output);
-    else if (box->kind == WINDOWED)
-        turn_kind(box, WINDOWED, 0, line, range, output);
     else if (is_checked)
-        turn_kind(box, FLOAT32, 1, line, range, output);
+        turn_kind(box, WINDOWED, 1, line, range, output);
     else
-        turn_kind(box, FLOAT32, 0, line, range, output);
+        turn_kind(box, WINDOWED, 0, line, range, output);
 }
 
 /* The line of the row at x, y, about the centre of the grid. */
@@ -260,8 +235,7 @@ int turned_row(const struct rows *rows, const struct sample *sample, int x, int 
     memset(to, 0, (size_t)voxels * box->channels * sizeof(float));
     if (touched[0] >= touched[1])
         return 0;
-    float sums[2 * box->channels];
-    struct output output = {.to = to, .step = box->channels, .sums = sums};
+    struct output output = {.to = to, .step = box->channels};
     if (sample->flips[Z]) {
         output.to += (voxels - 1) * output.step;
         output.step = -output.step;

@@ -1,34 +1,8 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.region import Region, bounding_box, centred, crop, paste, whole
-from cpu3d.data.resolution import Resizing, field_of
-
-
-@pytest.mark.parametrize(
-    ("resolution", "field"), [(0.5, (48, 64, 20)), ((0.5, 0.5, 1), (48, 64, 10))]
-)
-def test_a_field_is_what_the_network_covers(resolution, field):
-    assert field_of((24, 32, 10), resolution) == field
-
-
-@pytest.mark.parametrize(
-    ("resolution", "first"), [(0.5, 55.5), ((0.5, 0.5, 1), 5.5), ((1, 0.5, 0.5), 55)]
-)
-def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution, first):
-    """The first voxel has the value of the first centre."""
-    resizing = Resizing((8, 6, 4), resolution)
-    x, y, z = np.indices(field_of((8, 6, 4), resolution))
-    ramp = np.stack([x + 10 * y + 100 * z, -x - 10 * y - 100 * z], -1)[None].astype(np.float32)
-    back = resizing.grow(resizing.shrink(ramp)).numpy()
-    inside = (slice(None), *(slice(1, -1),) * 3)
-    np.testing.assert_allclose(back[inside], ramp[inside], rtol=1e-4, atol=2e-3)
-    assert back[0, 0, 0, 0, 0] == pytest.approx(first)
-
-
-# --- Boxes ---
 
 SHAPES = st.tuples(*[st.integers(1, 7)] * 3)
 STARTS = st.tuples(*[st.integers(-6, 9)] * 3)

@@ -15,8 +15,7 @@ from cpu3d.data.cases.case import facts_of
 from cpu3d.data.files.reader import READ_MODES, Reader
 from cpu3d.data.manifest import Geometry, array_path, remake
 from cpu3d.data.nifti import affine_rows
-from cpu3d.data.region import by_axis, crop, round_up
-from cpu3d.data.resolution import field_of
+from cpu3d.data.region import crop, round_up
 from cpu3d.data.sampling import Share
 from cpu3d.data.source import (
     Batches,
@@ -29,7 +28,6 @@ from cpu3d.data.source import (
 from cpu3d.data.store import Store, write_store
 from cpu3d.data.stores.convert import write_arrays
 from cpu3d.errors import InputError
-from models.strides import network_grid
 from tests.cpu3d.data.made_datasets import make_record, manifest_of, tiny_image, tiny_label
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
@@ -89,7 +87,6 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
 KINDS = {
     "volumes": {"augment": AUGMENT, "dtype": "bfloat16"},
     "every change": {"augment": EVERY},
-    "half": {"augment": EVERY, "resolution": 0.5},
     "patches": {"augment": EVERY, "sampling": "foreground"},
 }
 
@@ -196,13 +193,15 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
     assert len(hashes_of(phantom_store, kind, share=Share(0, 3, 3), stop=None)) == 1
 
 
-def written(folder, arrays, **fields):
+def written(folder, arrays, spacing_mm=(1.0, 1.0, 1.0), **fields):
     """The store of cases with these images and labels, on a grid in axes R A S."""
+    affine = affine_rows(np.diag([*spacing_mm, 1]))
     (folder / "cases").mkdir()
     records = []
     for case_id, (image, label) in arrays.items():
-        geometry = Geometry(label.shape, affine_rows(np.eye(4)), "RAS", 1, 1)
-        record = make_record(case_id, geometry=geometry, **facts_of(image, label))
+        geometry = Geometry(label.shape, affine, "RAS", 1, 1)
+        facts = {"spacing_mm": spacing_mm, **facts_of(image, label)}
+        record = make_record(case_id, geometry=geometry, **facts)
         records.append(write_arrays(folder, record, image, label, format_="npy", cropped=False))
     write_store(folder, manifest_of(records, **fields))
     return open_store(folder)
@@ -229,26 +228,7 @@ def rounded_crc32(dataset):
     return zlib.crc32(b"".join(rounded))
 
 
-# --- Resolution, channels, and what is outside of a patch ---
-
-
-@pytest.mark.parametrize("resolution", [0.5, (0.5, 0.5, 1), (1, 0.5, 0.5)])
-def test_at_half_resolution_a_volume_is_the_mean_of_two_voxels_along_each_axis_that_has_it(
-    phantom_store, resolution
-):
-    multiple = field_of((8, 8, 8), resolution)
-    whole = volume_dataset(phantom_store, multiple=multiple, stop=2)
-    half = volume_dataset(phantom_store, multiple=8, resolution=resolution, stop=2)
-    for (image, target), (small, regions) in in_step(whole, half):
-        grid = small.shape[1:4]
-        means = []
-        for volume in (image.numpy()[0], target.numpy()[0].astype(np.float32)):
-            for axis, side in enumerate(grid):
-                pairs = (*volume.shape[:axis], side, -1, *volume.shape[axis + 1 :])
-                volume = volume.reshape(pairs).mean(axis + 1)
-            means.append(volume)
-        np.testing.assert_allclose(small[0], means[0], atol=1e-5)
-        np.testing.assert_array_equal(regions[0], means[1] >= 0.5)
+# --- Channels, and what is outside of a patch ---
 
 
 def test_some_channels_and_regions_are_those_of_all(phantom_store):
@@ -262,16 +242,18 @@ def test_some_channels_and_regions_are_those_of_all(phantom_store):
 
 def test_what_is_turned_keeps_its_shape_in_mm_and_is_what_is_around_a_patch(tmp_path):
     """Of a ball in a case whose voxels are all 100: beside a patch there is no 0."""
-    distance = np.linalg.norm(np.indices((60, 60, 60)) - 29.5, axis=0)
+    spacing_mm = (2.0, 2.0, 1.0)
+    places_mm = (np.moveaxis(np.indices((60, 60, 60)), 0, -1) - 29.5) * spacing_mm
+    label = np.linalg.norm(places_mm, axis=-1) < 14
     image = np.full((60, 60, 60, 1), 100, np.int16)
     image[0, 0, 0] = 300
-    store = written(tmp_path, {"a": (image, (distance < 14).astype(np.uint8))})
+    store = written(tmp_path, {"a": (image, label.astype(np.uint8))}, spacing_mm)
     turns = {"augment": AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40), "stop": 4}
     around = {"sampling": "foreground", "foreground": 1.0}
     for patch, _ in patch_dataset(store, (8, 8, 8), **around, **turns):
         np.testing.assert_allclose(patch, patch[0, 4, 4, 4, 0], atol=1e-3)
-    for _, target in volume_dataset(store, resolution=(0.5, 0.5, 1), **turns):
-        places_mm = np.argwhere(target[0, ..., 0]) * (2, 2, 1)
+    for _, target in volume_dataset(store, **turns):
+        places_mm = np.argwhere(target[0, ..., 0]) * spacing_mm
         assert places_mm.std(axis=0) == pytest.approx([14 / np.sqrt(5)] * 3, rel=0.05)
 
 
@@ -331,7 +313,6 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
         ({"extent": "tile"}, "extent"),
         ({"dtype": "float64"}, "dtype"),
         ({"batch": 0}, "batch"),
-        ({"resolution": 0.7}, "resolution"),
         ({"grid": (64, 64)}, "grid"),
         ({"grid": (64, 64, 99.5)}, "grid"),
     ],
@@ -356,17 +337,15 @@ def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, r
         volume_dataset(open_store(tmp_path), split=split)
 
 
-@pytest.mark.parametrize(("extent", "resolution"), [("brain", 1), ("brain", 0.5), ("full", 1)])
-def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent, resolution):
-    largest = grid_size(phantom_store, extent=extent, multiple=1)
-    least = network_grid(largest, by_axis(resolution), (1, 1, 1))
-    how = {"extent": extent, "resolution": resolution}
-    image, _ = next(iter(volume_dataset(phantom_store, grid=least, **how)))
+@pytest.mark.parametrize("extent", ["brain", "full"])
+def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
+    least = grid_size(phantom_store, extent=extent, multiple=1)
+    image, _ = next(iter(volume_dataset(phantom_store, extent=extent, grid=least)))
     assert image.shape[1:4] == least
     for axis in range(3):
         grid = [side - (k == axis) for k, side in enumerate(least)]
         with pytest.raises(InputError, match="grid must be three integers of at least"):
-            volume_dataset(phantom_store, grid=grid, **how)
+            volume_dataset(phantom_store, extent=extent, grid=grid)
 
 
 def test_volumes_whose_labels_or_regions_pair_left_and_right_are_not_mirrored_along_x(

@@ -15,13 +15,11 @@ from cpu3d.data.native import plain, samples
 from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.native.spec import SampleSpec, Stored
 from cpu3d.data.normalise import Statistics, levels_of
-from cpu3d.data.region import by_axis
-from cpu3d.data.resolution import field_of, shrinking
 from models.native.build import find_compiler
 from models.native.shared import IGNORED
 
 CODES = ((1, 2, 3), (2, 3), (3, 255))
-FIELD = (36, 32, 40)  # of a sample
+GRID = (36, 32, 40)  # of a sample
 SHAPE = (30, 28, 34)  # of the stored box
 AT = (2, 1, 5)  # its place in the sample
 SCALE = np.array([0.01, 0.002, 0.003, 0.004], np.float32)
@@ -45,16 +43,8 @@ def stored():
     return box_of(image, np.where(tumour, rng.choice([1, 2, 3, 255], SHAPE), 0), AT)
 
 
-def form(
-    resolution=1.0, channels=(0, 1, 2, 3), dtype="float32", field=FIELD, codes=CODES, ignore=None
-):
-    if resolution == 1:
-        return SampleSpec(field, channels, codes, dtype, ignore=ignore)
-    shares = by_axis(resolution)
-    grid = tuple(round(n * share) for n, share in zip(field, shares))
-    assert field_of(grid, resolution) == field
-    weights = tuple(map(shrinking, grid, field, shares))
-    return SampleSpec(grid, channels, codes, dtype, weights, ignore)
+def form(channels=(0, 1, 2, 3), dtype="float32", grid=GRID, codes=CODES, ignore=None):
+    return SampleSpec(grid, channels, codes, dtype, ignore)
 
 
 TURN = np.float32([[0.62, 0.4, -0.38], [-0.47, 0.69, -0.03], [0.3, 0.24, 0.74]])  # and a zoom
@@ -116,7 +106,6 @@ CHOICES = {
         *((name,) for name in DRAWS),
         ("noise", "both", "contrast", "negative gamma"),
     ],
-    "resolution": [1, 0.5, (0.5, 0.5, 1), (1, 0.5, 0.5)],
     "channels": [(0, 1, 2, 3), (2,), (3, 1), (1, 3, 0, 2), (0, 1, 2)],
     "of_kinds": [False, True],
     "codes": [CODES, ((2, 3), (3,)), ((2, 3),)],
@@ -149,7 +138,7 @@ def test_c_computes_what_numpy_does(chosen):
         label = np.stack([label, np.full(SHAPE, 7, np.uint8)], -1)[..., 0]
     box = Stored(image, label, AT)
     numbers = of_kinds(*chosen["names"]) if chosen["of_kinds"] else drawn(*chosen["names"])
-    of_form = ("resolution", "channels", "dtype", "codes", "ignore")
+    of_form = ("channels", "dtype", "codes", "ignore")
     wanted = form(**{name: chosen[name] for name in of_form})
     image, target = make_sample(box, numbers, wanted)
     simple, simple_target = plain.make_sample(box, numbers.of_channels(wanted.channels), wanted)
@@ -165,13 +154,12 @@ def test_bfloat16_is_float32_rounded_to_nearest_ties_to_even():
     np.testing.assert_array_equal(rounded, exact.astype(bfloat16).view(np.uint16))
 
 
-@pytest.mark.parametrize("resolution", [1, 0.5])
-def test_beside_a_box_is_what_surrounds_its_volume(resolution):
+def test_beside_a_box_is_what_surrounds_its_volume():
     empty = box_of(np.empty((0, 0, 0, 4)))
     for function in (make_sample, plain.make_sample):
-        every = function(empty, of_kinds("turn", "noise", "both", "gamma"), form(resolution))
+        every = function(empty, of_kinds("turn", "noise", "both", "gamma"), form())
         assert np.isfinite(every[0]).all()
-        image, target = function(empty, of_kinds("turn"), form(resolution))
+        image, target = function(empty, of_kinds("turn"), form())
         assert np.array_equal(np.unique(image.reshape(-1, 4), axis=0), [[-1.5, 0, 0.75, -1.5]])
         assert not target.any()
 
@@ -196,11 +184,8 @@ def test_no_change_leaves_the_window_of_a_ct_and_0_stays_0_only_where_it_is_back
 
 
 @pytest.mark.parametrize("position", range(3))
-@pytest.mark.parametrize("resolution", [1, (0.5, 0.5, 1)])
-def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x_1_x_2_mm(
-    resolution, position
-):
-    """Seen at its own resolution, and at 2 x 2 x 2 mm, and at the place by hand."""
+def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x_1_x_2_mm(position):
+    """It is at the place by hand."""
     shape = (120, 120, 60)
     spacing_mm = np.array([1, 1, 2])
     centre_mm = np.array([8.0, 12, -9])
@@ -208,7 +193,7 @@ def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x
     levels = levels_of([Statistics(0, 1, 0, 1)], ())
     numbers, in_mm = (
         draw(config, levels, size, seed=1, position=position, mirrored=(0, 2))
-        for size in (spacing_mm / resolution, (1, 1, 1))
+        for size in (spacing_mm, (1, 1, 1))
     )
 
     def ball(around_mm, radius_mm):
@@ -223,19 +208,17 @@ def test_a_ball_in_mm_that_is_turned_zoomed_and_mirrored_is_one_on_a_grid_of_1_x
     side = 1 - 2 * np.array(numbers.flips)
     zoom = 1 / np.cbrt(np.linalg.det(matrix))
     expected = ball(np.linalg.solve(matrix, centre_mm) * side, 25 * zoom)
-    seen = form(resolution, (0,), field=shape, codes=((1,),))
-    image, target = make_sample(box_of(before[..., None], before), numbers, seen)
-    x, y, z = seen.grid  # of which each covers some voxels
-    expected = expected.reshape(x, shape[0] // x, y, shape[1] // y, z, -1).mean((1, 3, 5)) >= 0.5
+    wanted = form((0,), grid=shape, codes=((1,),))
+    image, target = make_sample(box_of(before[..., None], before), numbers, wanted)
     for inside in (image[..., 0] > 0.5, target[..., 0] > 0):
         assert 2 * (inside & expected).sum() / (inside.sum() + expected.sum()) > 0.96
 
 
-def target_of(label, codes=(1,), resolution=1, matrix=None):
+def target_of(label, codes, matrix):
     """The target of one region, with 255 not to be learnt."""
     label = np.asarray(label)
     numbers = dataclasses.replace(PLAIN, matrix=matrix)
-    wanted = form(resolution, field=label.shape, codes=(codes,), ignore=255)
+    wanted = form(grid=label.shape, codes=(codes,), ignore=255)
     return make_sample(box_of(np.ones((*label.shape, 4)), label), numbers, wanted)[1][..., 0]
 
 
@@ -250,23 +233,22 @@ def target_of(label, codes=(1,), resolution=1, matrix=None):
 def test_a_turned_voxel_is_what_at_least_half_of_it_comes_from(label, codes, expected):
     """Zoomed along X alone, a voxel is between two by 1/4 and 3/4."""
     label = np.tile(np.reshape(label, (4, 1, 1)), (1, 2, 2))
-    np.testing.assert_array_equal(target_of(label, codes, matrix=ZOOM)[:, 0, 0], expected)
+    np.testing.assert_array_equal(target_of(label, codes, ZOOM)[:, 0, 0], expected)
 
 
-# --- Voxels that are not to be learnt ---
-
-
-def test_at_half_resolution_annotated_voxels_alone_decide():
-    label = np.random.default_rng(0).integers(0, 2, (8, 8, 8))
-    label[..., 1::2] = label[..., ::2]  # the means of both slices are those of the first
-    expected = target_of(label, resolution=0.5)
-    label[..., 1::2] = 255
-    np.testing.assert_array_equal(target_of(label, resolution=0.5), expected)
-    label[..., 4:] = 255
-    expected[..., 2:] = IGNORED
-    label[0, 0, 7] = 1  # one of eight
-    expected[0, 0, 3] = 1
-    np.testing.assert_array_equal(target_of(label, resolution=0.5), expected)
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ([[1, 0], [255, 255]], 1),  # half of the annotated ones
+        ([[1, 0], [0, 255]], 0),
+        ([[1, 255], [255, 255]], IGNORED),
+    ],
+)
+def test_the_annotated_ones_of_four_voxels_decide_alone(label, expected):
+    """Voxel 1 of 4 along X and Y is between 0 and 1, at equal distances."""
+    label = np.pad(label, (0, 2))[..., None].repeat(2, 2)
+    matrix = np.diag([2, 2, 1]).astype(np.float32)
+    assert target_of(label, (1,), matrix)[1, 1, 0] == expected
 
 
 # --- Intensity ---
@@ -308,9 +290,7 @@ def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
 def changed(values, scale=1, **numbers):
     """What becomes of the values (X, Y, Z) of one channel, which are scaled alone."""
     drawn = AugmentParams(np.float32([scale]), np.float32([0]), PLAIN.flips, **numbers)
-    return make_sample(box_of(values[..., None]), drawn, form(1, (0,), field=values.shape))[0][
-        ..., 0
-    ]
+    return make_sample(box_of(values[..., None]), drawn, form((0,), grid=values.shape))[0][..., 0]
 
 
 def test_gamma_keeps_a_deviation_that_is_small_beside_the_mean():
@@ -321,9 +301,9 @@ def test_gamma_keeps_a_deviation_that_is_small_beside_the_mean():
 
 
 def test_noise_is_normal_and_of_its_deviation_and_its_own_for_each_key():
-    field = (40, 40, 40)
+    grid = (40, 40, 40)
     numbers = dataclasses.replace(PLAIN, noise=np.float32([0.1, 0.1, 0.2, 0]), noise_keys=KEYS)
-    image, _ = make_sample(box_of(np.full((*field, 4), 500)), numbers, form(field=field))
+    image, _ = make_sample(box_of(np.full((*grid, 4), 500)), numbers, form(grid=grid))
     noise = image - (500 * SCALE + SHIFT)
     np.testing.assert_allclose(noise.std((0, 1, 2)), [0.1, 0.1, 0.2, 0], atol=0.001)
     np.testing.assert_allclose(noise.mean((0, 1, 2)), 0, atol=0.002)
