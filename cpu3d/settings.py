@@ -22,7 +22,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.region import EXTENTS, NO_GRID
+from cpu3d.data.region import EXTENTS, NO_GRID, round_up
 from cpu3d.errors import InputError
 from cpu3d.store_facts import StoreFacts
 from memory_estimator.common.schema import check, option, to_command_line
@@ -36,7 +36,7 @@ from memory_estimator.job import (
 )
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.optimizers import OPTIMIZERS
-from models.strides import rounded_up, shape3
+from models.strides import shape3
 from models.weights import FREEZE
 
 COARSE_SHARE = fractions.Fraction(5, 6)
@@ -256,7 +256,7 @@ class RunConfig(Decided, Settings, StoreFacts):
 
     def grid_of(self, extent: Sequence[int]) -> Tuple[int, int, int]:
         """Voxels X, Y, Z of the image for a whole volume of this extent."""
-        return rounded_up(shape3(extent), self.unet.divisors)
+        return round_up(shape3(extent), self.unet.divisors)
 
     @property
     def coarse_shape(self) -> Tuple[int, int, int]:

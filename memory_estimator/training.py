@@ -20,7 +20,7 @@ from memory_estimator.planner import Choice, Estimator, fastest_that_fits
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
 from memory_estimator.workers import worker_estimate
-from models.strides import NO_AXIS, Shape3, rounded_up, shape3
+from models.strides import NO_AXIS, Shape3, shape3
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
 SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
@@ -138,12 +138,14 @@ class Schedule:
 
     def coarse_job(self, job: Job) -> Optional[Job]:
         """The job of coarse steps beside full ones of `job`; None without any. Their policy is
-        "speed". With a smaller grid than the run's they are counted as large as that at most."""
+        "speed". Patches are counted as large as those of full steps at most."""
         if self.coarse_shape is None:
             return None
         unet = dataclasses.replace(job.unet, policy="speed", average=self.coarse_average)
-        most = rounded_up(job.shape, unet.divisors)
-        return dataclasses.replace(job, unet=unet, shape=shape3(map(min, self.coarse_shape, most)))
+        shape = self.coarse_shape
+        if not unet.averages:
+            shape = shape3(map(min, shape, job.shape))
+        return dataclasses.replace(job, unet=unet, shape=shape)
 
     def estimator(
         self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1

@@ -24,6 +24,9 @@ class PlainOperation:
     """Channels of the maps -> name and shape of each weight. A bias is at first 0."""
     compute: Callable[[List[Any], Dict[str, Any]], Any]
     """Values of the maps, and weights by their names -> a map on the grid of what it makes."""
+    held_maps: float = 4.0
+    """Memory on the way, over that of what it reads and makes in float32: a bound for the process,
+    in which TensorFlow takes some beside its allocator."""
 
 
 def average(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) -> Any:
@@ -63,7 +66,7 @@ def interpolate(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) 
 
 PLAIN: Dict[str, PlainOperation] = {
     f"{compute.__name__} {strides_text((strides,))}": PlainOperation(
-        lambda channels: {}, functools.partial(compute, strides=strides)
+        lambda channels: {}, functools.partial(compute, strides=strides), held_maps=2.0
     )
     for compute in (average, interpolate)
     for strides in STRIDES

@@ -159,12 +159,6 @@ def divisors_text(divisors: Shape3) -> str:
 # --- Grids ---
 
 
-def rounded_up(extent: Shape3, divisors: Shape3) -> Shape3:
-    """The least multiples of `divisors`, one at least, that hold an extent."""
-    sides = zip(extent, divisors)
-    return shape3(-(-max(side, 1) // divisor) * divisor for side, divisor in sides)
-
-
 class CoarseGrid(NamedTuple):
     """The grid of a run's coarse steps."""
 
@@ -182,7 +176,7 @@ def coarse_grid(extent: Shape3, stride: Shape3, divisors: Shape3) -> CoarseGrid:
     """The grid of coarse steps, for an extent of a volume: they halve the axes of `stride`, which
     is that of the network's first level."""
     half = shape3(-(-side // step) for side, step in zip(extent, stride))
-    grid = rounded_up(half, divisors)
+    grid = shape3(-(-side // divisor) * divisor for side, divisor in zip(half, divisors))
     is_possible = all(
         step == 1 or side >= 2 * divisor for side, step, divisor in zip(grid, stride, divisors)
     )
@@ -195,11 +189,3 @@ def axes_text(stride: Shape3) -> str:
     if len(axes) == 1:
         return axes[0]
     return f"{', '.join(axes[:-1])} and {axes[-1]}"
-
-
-# TEMPORARY until the data room is merged
-Resolution3 = Tuple[float, float, float]
-
-
-def network_grid(extent, resolution, divisors):
-    return rounded_up(extent, divisors)

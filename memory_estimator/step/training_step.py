@@ -14,6 +14,7 @@ from memory_estimator.step.timeline import Group, NativeOperation, Program, Step
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.network import network_program
+from models.plain import PLAIN
 from models.program import Kind, NetworkProgram, Op, Value, ValueKind, loss_program, needed
 
 COSTS = {
@@ -34,7 +35,6 @@ COSTS = {
 pass over maps."""
 TAPS = {"pass": 0, "project": 1, "up": 1}
 """Of filters for a voxel of the finer grid, by the kind of costs; others have 27."""
-PLAIN_MAPS = 4  # of an operation by TensorFlow: times its maps in float32
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
 SLAB_MAPS = 2  # of one, in float32: logits and probabilities
 
@@ -247,10 +247,11 @@ def _write_filter_gradient(step: StepWriter, op: Op) -> None:
 
 
 def _write_plain(step: StepWriter, op: Op) -> None:
-    """By TensorFlow, so with a bound: its float32 maps on the way several times over."""
+    """By TensorFlow, so with a bound of its float32 maps on the way."""
+    every = (*op.reads, *op.makes)
     maps = step.writer.tensor(
         f"{op.made.name}/maps",
-        PLAIN_MAPS * sum(step.map_bytes(each, 4) for each in (*op.maps, *op.makes)),
+        round(PLAIN[op.plain].held_maps * sum(step.map_bytes(each, 4) for each in every)),
         Group.SCRATCH,
     )
     group = Group.ACTIVATIONS if op.kept and step.keeps else Group.TRANSIENTS
