@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cpu3d.data.augment import AUGMENTS, AugmentConfig
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
+from cpu3d.data.region import round_up
 from cpu3d.data.store import Store, grid_size
 from cpu3d.data.stores.store_decisions import median_extent
 from cpu3d.distributed.rendezvous import plan_of_chief
@@ -35,7 +36,6 @@ from memory_estimator.sources import read_run
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
 from models.layer_plan import layer_plan
-from models.strides import network_grid
 from tests.cpu3d import runs
 from tests.cpu3d.data.made_datasets import make_record, manifest_of
 from tests.cpu3d.data.stores.test_store_decisions import in_boxes
@@ -328,9 +328,10 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(phantom_store, planned, 
     if settings:
         seen = config.grid
     halved = [-(-side // step) for side, step in zip(seen, strides[0])]
-    assert config.coarse_grid == network_grid(halved, (1, 1, 1), config.unet.divisors)
+    coarse = round_up(tuple(halved), config.unet.divisors)
+    assert config.coarse_shape == coarse
     assert plan.forecast.coarse.job.shape == config.coarse_grid
-    share = math.prod(config.coarse_grid) / math.prod(config.grid)  # of a full step's cost
+    share = math.prod(coarse) / math.prod(config.grid)  # of a full step's cost
     cost = plan.steps - config.coarse_steps * (1 - share)
     assert config.full_steps(plan.steps) == pytest.approx(cost)
 
@@ -422,7 +423,6 @@ def test_most_steps_are_coarse_where_the_grid_allows(planned, settings, coarse, 
         assert plan.config.at(6).grid == plan.config.grid
         wanted = steps * plan.forecast.coarse_step_s + (8 - steps) * plan.forecast.full_step_s
         assert plan.training_s == pytest.approx(wanted)
-        assert plan.forecast.coarse.process_peak_bytes < plan.forecast.full.process_peak_bytes
 
 
 # --- Memory ---
@@ -496,7 +496,7 @@ def test_the_largest_case_decides_memory_the_median_the_network_and_all_the_time
     plan = planned(store=store, strides="auto", curriculum="auto")
     # 8 voxels become 4 and no less; half of the median grid is too small for coarse steps
     assert (plan.config.unet.strides, plan.config.curriculum) == (((2, 2, 2), (2, 2, 1)), "off")
-    assert planned(store=store, curriculum="half").config.coarse_grid == (48, 48, 48)
+    assert planned(store=store, curriculum="half").config.coarse_shape == (48, 48, 48)
     full = plan.forecast.full
     assert full.job.shape == (96, 96, 96)
     job = dataclasses.replace(full.job, shape=(16, 16, 8))
@@ -526,16 +526,16 @@ def test_what_a_run_does_besides_its_full_steps_follows_from_its_cases(planned):
     cases.append(dataclasses.replace(last, label_voxels={}))
     store = Store(store.folder, remake(store.manifest, cases=cases, split=split))
     extra = ExtraMemory(copies=2, judged_shape=(40, 40, 40), cases=6)
-    coarse = {"copies": 1, "volume_shape": (64, 48, 32), "resolution": (0.5, 0.5, 0.5)}
     plan = planned(store=store, curriculum="half", steps=0, budget_minutes=4.0)
     assert plan.schedule == Schedule(
         steps=9,
         coarse_steps=7,
-        coarse_shape=(32, 24, 16),
+        coarse_shape=(64, 48, 32),
+        coarse_average=(2, 2, 2),
         grids=boxes[:3],
-        coarse_grids=((16, 16, 16), (24, 16, 16), (32, 24, 16)),
+        coarse_grids=boxes[:3],
         extra=extra,
-        coarse_extra=dataclasses.replace(extra, **coarse),
+        coarse_extra=dataclasses.replace(extra, copies=1),
         budget_s=240,
         validations=3,
         held_out=3,

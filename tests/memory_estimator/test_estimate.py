@@ -89,18 +89,14 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
 
 
 def test_what_a_worker_holds_beside_its_steps_is_counted_by_hand():
-    """Volumes of 128^3 are averaged along X and Y to those of the steps, of 96^3."""
-    extra = ExtraMemory(
-        volume_shape=(128,) * 3, resolution=(0.5, 0.5, 1), judged_shape=(256,) * 3, cases=10**4
-    )
+    """Patches of volumes of 128^3."""
+    extra = ExtraMemory(volume_shape=(128,) * 3, judged_shape=(256,) * 3, cases=10**4)
     held = beside(run_estimate(SMALL, CONSTANTS, RECORDED, extra))
-    # Three volumes, the scores' weights and two maps of logits, an average and what is left of X.
-    volumes = 128**3 * (3 * (4 * 2 + 3) + 4 + 2 * 4 * 3 + 4 * 4 * (1 + 0.5))
-    averaged = 4 * 96**3 * 4
+    # Three volumes, the scores' weights and two maps of logits.
+    volumes = 128**3 * (3 * (4 * 2 + 3) + 4 + 2 * 4 * 3)
     assert held == {
         "whole volumes": volumes,
-        "an averaged volume": averaged,
-        "post-processing": (4 * 3 + 39) * 256**3 - volumes - averaged,
+        "post-processing": (4 * 3 + 39) * 256**3 - volumes,
         "case records": 1200 * 10**4 // 2**20 * 2**20,
     }
 

@@ -76,3 +76,14 @@ def test_its_weights_and_maps_are_counted(mixing):
         step = step_of(Job(unet, GRID, threads=2), instructions)
         names = {op.name for op in step.ops}
         assert {"decoder0_mix", "decoder0_mix/gradient"} <= names
+
+
+def test_an_average_and_its_interpolation_lie_at_the_centres_of_voxels():
+    """A ramp stays one, but half a voxel from each end it has the last mean."""
+    ramp = tf.reshape(tf.range(8.0), (1, 8, 1, 1, 1)) * tf.ones((1, 8, 1, 2, 3))
+    means = PLAIN["average 2,1,1"].compute([ramp], {})
+    assert means[0, :, 0, 1, 2].numpy().tolist() == [0.5, 2.5, 4.5, 6.5]
+    for axes, strides in (((1, 2, 3), "2,1,1"), ((2, 1, 3), "1,2,1"), ((3, 2, 1), "1,1,2")):
+        turned = tf.transpose(means, (0, *axes, 4))
+        grown = tf.transpose(PLAIN[f"interpolate {strides}"].compute([turned], {}), (0, *axes, 4))
+        assert grown[0, :, 0, 1, 2].numpy().tolist() == [0.5, 1, 2, 3, 4, 5, 6, 6.5]

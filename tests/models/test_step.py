@@ -38,6 +38,9 @@ NETWORKS = {
         norm="batch",
         up="upsampling",
     ),
+    "averages, deep supervision, residual": UNetConfig(
+        filters=4, depth=3, average=(2, 1, 2), residual=True, deep_supervision=True
+    ),
 }
 """Every norm, both ways up, residual or not, one head or several, both networks, all axes halved
 or some; three levels have a first block, one between, the deepest and two decoders."""

@@ -8,7 +8,6 @@ from models.config import UNetConfig
 from models.strides import (
     coarse_grid,
     depth_for,
-    network_grid,
     strides_for,
     strides_reason,
     strides_text,
@@ -70,17 +69,6 @@ def test_any_volume_has_a_network_and_is_padded_by_less_than_a_voxel_of_its_deep
 
 
 # --- Grids ---
-
-
-@pytest.mark.parametrize(
-    ("extent", "resolution", "divisors", "seen"),
-    [
-        ((45, 47, 9), (0.5, 0.5, 1), (8, 16, 2), (24, 32, 10)),
-        ((45, 47, 9), (1, 0.5, 0.5), (1, 1, 1), (45, 24, 5)),
-    ],
-)
-def test_the_network_sees_all_of_an_extent(extent, resolution, divisors, seen):
-    assert network_grid(extent, resolution, divisors) == seen
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ VARIANTS = [
         "norm": "none",
         "up": "upsampling",
         "residual": True,
+        "average": (2, 2, 1),
     },
 ]
 

@@ -29,7 +29,7 @@ OPTIONS = [
     if position % 3 == 0  # every value of every option
 ]
 OPTIONS += [{"deep_supervision": True, "residual": True, "depth": depth} for depth in (2, 3)]
-OPTIONS += [{"policy": "lean", "residual": True}]
+OPTIONS += [{"policy": "lean", "residual": True, "average": (2, 1, 2)}]
 MIXED = {"strides": ((2, 2, 1), (2, 1, 2)), "depth": 3, "residual": True}
 OPTIONS += [{"up": up, **MIXED} for up in UPS]
 

@@ -78,15 +78,16 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
 
 
 @pytest.mark.parametrize(
-    ("settings", "resolution"),
+    ("settings", "average"),
     [
-        ({}, 1),
-        ({"extent": "full", "depth": 4, "norm": "batch"}, 1),
-        ({"curriculum": "half", "steps": 2, "strides": ((2, 2, 1),)}, 0.5),
+        ({}, (1, 1, 1)),
+        ({"extent": "full", "depth": 4, "norm": "batch"}, (1, 1, 1)),
+        ({"curriculum": "half", "steps": 2, "strides": ((2, 2, 1),)}, (2, 2, 1)),
+        ({"curriculum": "all"}, (2, 2, 2)),
     ],
 )
 def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
-    phantom_store, tmp_path, settings, resolution
+    phantom_store, tmp_path, settings, average
 ):
     """Also where zeros are added around a volume, whose voxels count in neither, and after the last
     coarse step."""
@@ -106,7 +107,7 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
     assert event["dice"] == pytest.approx(dice, abs=1e-9)
     assert event["mean_dice"] == pytest.approx(scores["mean_dice"])
-    assert predictor.config.resolution == resolution
+    assert predictor.config.unet.average == average
 
 
 @pytest.mark.usefixtures("needs_native")
