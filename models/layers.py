@@ -224,6 +224,7 @@ class PlainLayer(tf.keras.layers.Layer):
     def __init__(self, op: LayerOp, seed: int, **kwargs: Any):
         super().__init__(**kwargs)
         self.compute = PLAIN[op.plain].compute
+        self.in_float32 = PLAIN[op.plain].in_float32
         self.shapes = op.weights
         self.seed = seed
         self.by_name: Dict[str, tf.Variable] = {}
@@ -239,7 +240,9 @@ class PlainLayer(tf.keras.layers.Layer):
 
     @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Any, training: Optional[bool] = None) -> tf.Tensor:
-        values = [tf.cast(each, tf.float32) for each in tf.nest.flatten(inputs)]
+        values = tf.nest.flatten(inputs)
+        if self.in_float32:
+            values = [tf.cast(each, tf.float32) for each in values]
         return tf.cast(self.compute(values, self.by_name), self.compute_dtype)
 
 

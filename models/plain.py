@@ -18,15 +18,16 @@ Shapes = Dict[str, Tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PlainOperation:
-    """An operation on the values of one map or several, (N, X, Y, Z, C) in float32."""
+    """An operation on the values of one map or several, (N, X, Y, Z, C)."""
 
     weights: Callable[[Sequence[int]], Shapes]
     """Channels of the maps -> name and shape of each weight. A bias is at first 0."""
     compute: Callable[[List[Any], Dict[str, Any]], Any]
     """Values of the maps, and weights by their names -> a map on the grid of what it makes."""
+    in_float32: bool = True  # else as the network's maps, which then have no norm
     held_maps: float = 4.0
-    """Memory on the way, over that of what it reads and makes in float32: a bound for the process,
-    in which TensorFlow takes some beside its allocator."""
+    """Memory on the way, over that of what it reads and makes: a bound for the process, in which
+    TensorFlow takes some beside its allocator."""
 
 
 def average(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) -> Any:
@@ -50,11 +51,14 @@ def interpolate(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) 
         centres = (tf.range(2 * side, dtype=tf.float32) + 0.5) / 2 - 0.5
         centres = tf.clip_by_value(centres, 0.0, tf.cast(side - 1, tf.float32))
         distances = tf.abs(centres[:, None] - tf.range(tf.cast(side, tf.float32)))
-        matrix = tf.maximum(1 - distances, 0.0)  # (2 side, side)
+        matrix = tf.cast(tf.maximum(1 - distances, 0.0), volume.dtype)  # (2 side, side)
         behind = sizes[axis + 1 :]
         channels = volume.shape[4]
         if axis == 3:  # all channels at once: products of short rows take ten times as long
-            both = tf.transpose(matrix)[:, None, :, None] * tf.eye(channels)[:, None]
+            both = (
+                tf.transpose(matrix)[:, None, :, None]
+                * tf.eye(channels, dtype=volume.dtype)[:, None]
+            )
             both = tf.reshape(both, (side * channels, 2 * side * channels))
             made = tf.matmul(tf.reshape(volume, (-1, side * channels)), both)
         else:
@@ -66,7 +70,10 @@ def interpolate(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) 
 
 PLAIN: Dict[str, PlainOperation] = {
     f"{compute.__name__} {strides_text((strides,))}": PlainOperation(
-        lambda channels: {}, functools.partial(compute, strides=strides), held_maps=2.0
+        lambda channels: {},
+        functools.partial(compute, strides=strides),
+        in_float32=False,
+        held_maps=2.0,
     )
     for compute in (average, interpolate)
     for strides in STRIDES

@@ -14,6 +14,7 @@ from models.layers import NormActivation, grid_sum
 from models.native import operations
 from models.native.operations import Gradient, Made, Norm, Source
 from models.network import network_program
+from models.plain import PLAIN
 from models.program import Kind, Op, Value, ValueKind, needed
 
 
@@ -219,6 +220,13 @@ def _values(source: Source) -> tf.Tensor:
     return tf.maximum(scale * raw + shift, floor)
 
 
+def _values_of(run: Pass, op: Op) -> List[tf.Tensor]:
+    """Of each map of a plain operation."""
+    if PLAIN[op.plain].in_float32:
+        return list(map(_values, run.maps(op)))
+    return [source.raw for source in run.maps(op)]
+
+
 def _over_grid(numbers: tf.Tensor) -> tf.Tensor:
     """(N, C) as (N, 1, 1, 1, C)."""
     return numbers[:, None, None, None]
@@ -229,7 +237,7 @@ def _plain(run: Pass, op: Op) -> Source:
 
     def compute() -> tf.Tensor:
         weights = {name: run.value(each) for name, each in layer.by_name.items()}
-        made = layer.compute(list(map(_values, run.maps(op))), weights)
+        made = layer.compute(_values_of(run, op), weights)
         return tf.cast(made, run.unet.dtype)
 
     return Source(run.in_turn(compute))
@@ -238,13 +246,15 @@ def _plain(run: Pass, op: Op) -> Source:
 def _plain_gradient(run: Pass, op: Op) -> List[Made]:
     """Of the values of each map, and of the weights."""
     layer = run.layer(op.layer)
-    grad = tf.cast(run.gradient(op).map, tf.float32)
+    grad = run.gradient(op).map
+    if PLAIN[op.plain].in_float32:
+        grad = tf.cast(grad, tf.float32)
 
     def compute() -> Tuple[List[Made], Dict[str, tf.Tensor]]:
         weights = {
             name: tf.convert_to_tensor(run.value(each)) for name, each in layer.by_name.items()
         }
-        values = list(map(_values, run.maps(op)))
+        values = _values_of(run, op)
         with tf.GradientTape() as tape:
             tape.watch([values, weights])
             made = layer.compute(values, weights)

@@ -248,10 +248,12 @@ def _write_filter_gradient(step: StepWriter, op: Op) -> None:
 
 def _write_plain(step: StepWriter, op: Op) -> None:
     """By TensorFlow, so with a bound of its float32 maps on the way."""
-    every = (*op.reads, *op.makes)
+    plain = PLAIN[op.plain]
+    value_bytes = 4 if plain.in_float32 else step.writer.value_bytes
+    sizes = [step.map_bytes(each, value_bytes) for each in (*op.reads, *op.makes)]
     maps = step.writer.tensor(
         f"{op.made.name}/maps",
-        round(PLAIN[op.plain].held_maps * sum(step.map_bytes(each, 4) for each in every)),
+        round(plain.held_maps * sum(sizes)),
         Group.SCRATCH,
     )
     group = Group.ACTIVATIONS if op.kept and step.keeps else Group.TRANSIENTS
