@@ -113,7 +113,7 @@ class RunData:
         return x, y, z
 
     def voxels(self, step: int) -> int:
-        """Voxels that all workers' networks see in a step."""
+        """Voxels that all workers' networks see in a step, averaged ones as one."""
         config = self.config
         if config.is_patch:
             return config.batch * math.prod(config.grid)
@@ -122,7 +122,7 @@ class RunData:
             indices = map(self._case_at, range(first, first + config.micro))
             grids = [config.grid_of(self._extents[index]) for index in indices]
             voxels += config.micro * math.prod(map(max, zip(*grids)))
-        return voxels
+        return voxels // math.prod(config.unet.average)
 
     @functools.cached_property
     def mean_voxels(self) -> float:

@@ -238,8 +238,6 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(refused, tiny
     run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
     save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
     assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8)" in refused(run=run)
-    save_config(dataclasses.replace(config, coarse_grid=config.grid), run)  # as in coarse steps
-    assert "export needs a run at full resolution, got 0.5" in refused(run=run)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")
     assert "must be a new or an empty folder" in refused()

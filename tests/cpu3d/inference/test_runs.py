@@ -15,7 +15,6 @@ from cpu3d.host.gpu import Gpu
 from cpu3d.inference import ensemble, predictor
 from cpu3d.inference.ensemble import Ensemble, trained_predictors
 from cpu3d.inference.runs import Inference, load_configs, store_of_run
-from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
@@ -107,22 +106,6 @@ def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(
         trained_predictors([make_run("whole", augment=NO_AUGMENT)], "best", Inference(**how))
     assert [problem.split()[0] for problem in caught.value.problems] == names
     assert devices == []
-
-
-@pytest.mark.parametrize("weights", ["best", "last"])
-def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, make_run, weights):
-    """Those of the last coarse step are coarse, though the next step is a full one."""
-    coarse = {"grid": (16, 16, 16), "coarse_grid": (8, 8, 8), "coarse_steps": 5}
-    window = Inference(window=(16, 16, 16))
-    run = make_run("whole", **coarse)
-    file = run / "checkpoints" / ("best.npz" if weights == "best" else "step-00000005.npz")
-    file.parent.mkdir()
-    save_checkpoint(file, {}, {"step": 5, "coarse_steps": 5})
-    with pytest.raises(InputError, match=r"--window must .* at full resolution, got 0\.5"):
-        trained_predictors([run], weights, window)
-    trained_predictors([run], weights, Inference())
-    save_checkpoint(file, {}, {"step": 6, "coarse_steps": 5})
-    assert trained_predictors([run], weights, window) == [(run, weights, window)]
 
 
 @pytest.mark.parametrize("how", [{"overlap": 1}, {"window": (8, 0, 8)}])

@@ -147,7 +147,7 @@ def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictur
     reasons = {"policy": "policy lean: speed does not fit"}
     write_json(tiny_run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
     start = {"grids": "16 x 16 x 16", "case_share": 0.8}
-    coarse = {"coarse_steps": 5, "coarse_grid": (8, 8, 8)}
+    coarse = {"coarse_steps": 5, "coarse_grid": (16, 16, 16)}
     text = relog(tiny_run, start=start, spacing_mm=(1.0, 1.0, 2.0), **coarse)
     for part in (
         "plan policy lean: speed does not fit",
