@@ -425,6 +425,28 @@ def test_most_steps_are_coarse_where_the_grid_allows(planned, settings, coarse, 
         assert plan.training_s == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("spacing_mm", "curriculum", "average"),
+    [
+        (THICK, "all", (2, 2, 1)),
+        ((1.0, 1.0, 2.0), "half", (1, 1, 1)),
+    ],
+)
+def test_thick_slices_are_learnt_at_half_resolution_throughout(
+    planned, spacing_mm, curriculum, average
+):
+    store = of_voxels(in_boxes(*[(158, 144, 13)] * 4), *spacing_mm)
+    plan = planned(store=store, strides="auto", curriculum="auto")
+    assert (plan.config.curriculum, plan.config.unet.average) == (curriculum, average)
+    assert plan.config.grid == plan.forecast.full.job.shape == (160, 144, 14)
+    assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
+
+
+def test_patches_are_not_averaged(planned):
+    with pytest.raises(InputError, match="--curriculum must be half or off"):
+        planned(**PATCH, curriculum="all")
+
+
 # --- Memory ---
 
 
