@@ -96,6 +96,8 @@ def network_words(unet: UNetConfig) -> str:
     levels = f"{unet.depth} levels"
     if unet.strides:
         levels += f" of strides {strides_text(unet.strides)}"
+    if unet.averages:
+        levels += f" on means of {by(unet.average, ' x ')} voxels"
     return f"{unet.network}, {levels}, {unet.filters} filters, {unet.norm} norm"
 
 

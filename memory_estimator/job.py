@@ -122,6 +122,8 @@ class Job:
         ]
         if unet.strides:
             words.append(f"strides {strides_text(unet.strides)}")
+        if unet.averages:
+            words.append(f"means of {by(unet.average, ' x ')} voxels")
         if unet.residual:
             words.append("residual")
         if unet.deep_supervision:

@@ -6,7 +6,6 @@ rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
 
 import contextlib
 import itertools
-import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -351,6 +350,5 @@ def _seen(config: RunConfig, start: Mapping[str, Any]) -> str:
             words += f" ({start['case_share']:.0%} of them a case's)"
     spacing_mm = config.target_spacing_mm or config.spacing_mm
     if spacing_mm:
-        seen_mm = map(operator.mul, spacing_mm, config.unet.average)
-        words += f" of {in_mm([*seen_mm])}"
+        words += f" of {in_mm(spacing_mm)}"
     return words

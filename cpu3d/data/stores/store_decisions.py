@@ -105,7 +105,8 @@ def curriculum_of_store(store: Store, extent: Shape3, unet: UNetConfig) -> Tuple
         least = round(LEAST_COARSE_VOXELS ** (1 / 3))
         return "off", f"{halved} has fewer than {least}^3 voxels"
     if thick_axis(_spacing_of(store)) is not None:
-        return "all", f"{halved}; slices are {THICK_SLICES} times as thick as voxels are wide"
+        thick = f"slices are at least {THICK_SLICES} times as thick as voxels are wide"
+        return "all", f"{thick}; {halved}"
     return "half", halved
 
 
