@@ -175,9 +175,7 @@ def _with_grid(
     stride = unet.stride(0)
     curriculum = config.curriculum
     if curriculum == AUTO:
-        curriculum, why = curriculum_of_store(store, median, unet)
-        if curriculum == "all" and config.is_patch:
-            curriculum = "half"
+        curriculum, why = curriculum_of_store(store, median, unet, config.is_patch)
         reasons["curriculum"] = f"curriculum {curriculum}: {why}"
     coarse_shape = NO_GRID
     if curriculum != "off":

@@ -144,7 +144,7 @@ def _length_line(plan: Plan) -> str:
     if config.has_open_length:
         length += f", cut to {config.budget_minutes:g} minutes"
     elif config.coarse_steps:
-        length += f", {config.coarse_steps} of them on {by(config.coarse_shape, ' x ')}"
+        length += f", {config.coarse_steps} of them on {by(config.coarse_seen_grid, ' x ')}"
     batch = f"batch {config.batch}, {config.micro} at a time"
     place = f"{counted(plan.workers, 'worker')} on {config.device}"
     return _named("run", f"{length}; {batch}, {place}")

@@ -126,8 +126,8 @@ class Settings:
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
         "the edge, along the axes that the network's first level halves, the others at full "
-        "resolution; all: all steps at half resolution, and answers interpolated between; auto: "
-        "all of thick slices, else half, and off where half the grid has fewer than 40^3 voxels",
+        "resolution; all: all steps on whole volumes at half resolution, with answers interpolated "
+        "to full; auto: all for thick slices, else half, and off below 40^3 voxels at half",
         choices=(AUTO, "off", "half", "all"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)
@@ -225,7 +225,8 @@ class Decided:
     whole volumes has the grid of its own cases."""
     coarse_grid: Tuple[int, int, int] = NO_GRID
     """The same in the first `coarse_steps` steps: a patch of half the edge along the axes that the
-    network's first level halves, or a volume of which it sees means along them."""
+    network's first level halves, or a whole volume, of which the network averages pairs of voxels
+    along them."""
     patches_per_case: int = 1  # in an epoch; 1 of whole volumes
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
@@ -259,7 +260,7 @@ class RunConfig(Decided, Settings, StoreFacts):
         return round_up(shape3(extent), self.unet.divisors)
 
     @property
-    def coarse_shape(self) -> Tuple[int, int, int]:
+    def coarse_seen_grid(self) -> Tuple[int, int, int]:
         """Voxels X, Y, Z of the network's finest level in the coarse steps of the largest case."""
         coarse = self.at(0)
         return coarse.unet.grid(coarse.grid, 0)
@@ -288,7 +289,7 @@ class RunConfig(Decided, Settings, StoreFacts):
         coarse = min(steps, self.coarse_steps)
         if not coarse:
             return steps
-        return steps - coarse + coarse * (math.prod(self.coarse_shape) / self.seen_voxels)
+        return steps - coarse + coarse * (math.prod(self.coarse_seen_grid) / self.seen_voxels)
 
     @property
     def seen_voxels(self) -> int:

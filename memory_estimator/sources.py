@@ -18,7 +18,7 @@ from memory_estimator.job import RECIPES, Job
 from memory_estimator.training import Schedule
 from models.strides import Shape3
 
-PLAN_SCHEMA = 2  # version of plan.json, which `cpu3d.plan` writes into a run's folder
+PLAN_SCHEMA = 3  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 OTHERS = ("shape", "depth", "strides", "batch", "cases")
 """Options beside a run with which its steps are others than its plan has."""
 

@@ -138,7 +138,7 @@ class Schedule:
 
     def coarse_job(self, job: Job) -> Optional[Job]:
         """The job of coarse steps beside full ones of `job`; None without any. Their policy is
-        "speed". Patches are counted as large as those of full steps at most."""
+        "speed". Patches are never larger than those of full steps."""
         if self.coarse_shape is None:
             return None
         unet = dataclasses.replace(job.unet, policy="speed", average=self.coarse_average)

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from models.config import UNetConfig
 from models.program import Kind, Op, UniqueNames, Value, ValueKind, given, kernel_of
+from models.strides import strides_text
 
 Maps = Tuple[Value, ...]
 
@@ -129,16 +130,15 @@ class Emitter:
             again=again,
         )
 
-    def plain(
-        self, name: str, operation: str, maps: Maps, width: int, level: Optional[int] = None
-    ) -> Value:
-        """An operation of models/plain.py, on the grid of the first map, or between that of the
-        image and another `level`."""
-        more: Dict[str, Any] = {"maps": maps, "plain": operation}
-        if level is None:
-            return self._emit_map(Kind.PLAIN, name, maps[0].level, width, **more)
-        more["strides"] = self.config.average
-        return self._emit_map(Kind.PLAIN, name, level, width, **more)
+    def plain(self, name: str, operation: str, maps: Maps, width: int) -> Value:
+        """An operation of models/plain.py."""
+        return self._emit_map(Kind.PLAIN, name, maps[0].level, width, maps=maps, plain=operation)
+
+    def resize(self, name: str, level: int, source: Value) -> Value:
+        """Emit "average" or "interpolate", from level 0 or the image's to the other `level`."""
+        strides = self.config.average
+        more: Dict[str, Any] = {"plain": self._resizing(name), "strides": strides}
+        return self._emit_map(Kind.PLAIN, name, level, source.channels, maps=(source,), **more)
 
     # --- Backward ---
 
@@ -147,6 +147,13 @@ class Emitter:
         makes = tuple(self._gradient(name, each) for each in maps)
         self._emit(Kind.PLAIN_GRADIENT, name, *makes, maps=maps, gradient=grad, plain=operation)
         return makes
+
+    def resize_gradient(self, name: str, source: Value, grad: Value) -> Value:
+        return self.plain_gradients(name, self._resizing(name), (source,), grad)[0]
+
+    def _resizing(self, name: str) -> str:
+        """The name in models/plain.py."""
+        return f"{name} {strides_text((self.config.average,))}"
 
     def max_pool_gradient(self, level: int, source: Value, grad: Value, add: Value) -> Value:
         layer = f"encoder{level}_pool"

@@ -58,8 +58,9 @@ class LayerOp:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether weights stand before its output: not of the image, nor of its averages."""
-        return self.kind is not LayerKind.INPUT and not self.plain.startswith("average")
+        """Whether training asks for the gradient of its output: not of the image, nor of its
+        averages."""
+        return self.name not in ("image", "average")
 
     @property
     def elements(self) -> int:

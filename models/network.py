@@ -16,7 +16,6 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from models.config import IMAGE_LEVEL, UNetConfig
 from models.emitter import Block, Emitter, Maps
 from models.program import NetworkProgram, Value, ValueKind, given, head_of, slope_of
-from models.strides import strides_text
 
 
 @functools.lru_cache(maxsize=64)
@@ -63,8 +62,7 @@ class _Network:
         config = self.config
         below = self.image
         if config.averages:
-            operation = self._resize("average")
-            below = self._emit.plain("average", operation, (below,), below.channels, level=0)
+            below = self._emit.resize("average", 0, self.image)
         for level in range(config.depth):
             if level:
                 below = self._emit.max_pool(level, below)
@@ -79,11 +77,7 @@ class _Network:
             logits.append(self._emit.project(head_of(level), entry, 0, config.outputs))
         if config.averages:
             self._coarse_logits = logits[0]
-            operation = self._resize("interpolate")
-            made = self._emit.plain(
-                "interpolate", operation, (logits[0],), config.outputs, level=IMAGE_LEVEL
-            )
-            logits[0] = made
+            logits[0] = self._emit.resize("interpolate", IMAGE_LEVEL, logits[0])
         return logits
 
     def _backward(self, slopes: Sequence[Value]) -> Tuple[Value, Optional[Value]]:
@@ -93,10 +87,8 @@ class _Network:
         skip_grads: Dict[int, Value] = {}
         bottom = self.config.depth - 1
         slope = by_level.pop(0)
-        if self.config.averages:
-            operation = self._resize("interpolate")
-            maps = given(self._coarse_logits)
-            (slope,) = self._emit.plain_gradients("interpolate", operation, maps, slope)
+        if self._coarse_logits:
+            slope = self._emit.resize_gradient("interpolate", self._coarse_logits, slope)
         grad = self._through_head(0, slope, None)
         for level in range(bottom):
             if level in by_level:
@@ -119,12 +111,7 @@ class _Network:
         if grad_shortcut is not None:
             grad_image = self._emit.add(grad_image, grad_shortcut)
         if self.config.averages:
-            operation = self._resize("average")
-            self._emit.plain_gradients("average", operation, (self.image,), grad_image)
-
-    def _resize(self, operation: str) -> str:
-        """The name in models/plain.py of an operation between the image's grid and level 0."""
-        return f"{operation} {strides_text((self.config.average,))}"
+            self._emit.resize_gradient("average", self.image, grad_image)
 
     def _levels_of_heads(self) -> List[int]:
         """As the network's outputs are ordered."""

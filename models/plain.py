@@ -23,11 +23,12 @@ class PlainOperation:
     weights: Callable[[Sequence[int]], Shapes]
     """Channels of the maps -> name and shape of each weight. A bias is at first 0."""
     compute: Callable[[List[Any], Dict[str, Any]], Any]
-    """Values of the maps, and weights by their names -> a map on the grid of what it makes."""
-    in_float32: bool = True  # else as the network's maps, which then have no norm
+    """Values of the maps, and weights by their names -> a map, on the grid of the first unless it
+    averages or interpolates."""
+    in_float32: bool = True  # else in the network's dtype; the maps that it reads must have no norm
     held_maps: float = 4.0
-    """Memory on the way, over that of what it reads and makes: a bound for the process, in which
-    TensorFlow takes some beside its allocator."""
+    """Bytes that it takes on the way, some of them outside of TensorFlow's allocator, over those of
+    the maps that it reads and makes: a bound."""
 
 
 def average(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) -> Any:
@@ -46,25 +47,14 @@ def interpolate(values: List[Any], weights: Dict[str, Any], *, strides: Shape3) 
     for axis in (3, 2, 1):  # Z first, while there is least
         if strides[axis - 1] == 1:
             continue
-        sizes = tf.shape(volume)
-        side = sizes[axis]
-        centres = (tf.range(2 * side, dtype=tf.float32) + 0.5) / 2 - 0.5
-        centres = tf.clip_by_value(centres, 0.0, tf.cast(side - 1, tf.float32))
-        distances = tf.abs(centres[:, None] - tf.range(tf.cast(side, tf.float32)))
-        matrix = tf.cast(tf.maximum(1 - distances, 0.0), volume.dtype)  # (2 side, side)
-        behind = sizes[axis + 1 :]
-        channels = volume.shape[4]
-        if axis == 3:  # all channels at once: products of short rows take ten times as long
-            both = (
-                tf.transpose(matrix)[:, None, :, None]
-                * tf.eye(channels, dtype=volume.dtype)[:, None]
-            )
-            both = tf.reshape(both, (side * channels, 2 * side * channels))
-            made = tf.matmul(tf.reshape(volume, (-1, side * channels)), both)
-        else:
-            made = tf.matmul(matrix, tf.reshape(volume, (-1, side, tf.reduce_prod(behind))))
-        volume = tf.reshape(made, tf.concat([sizes[:axis], [2 * side], behind], 0))
-        volume = tf.ensure_shape(volume, (None, None, None, None, channels))
+        side = tf.shape(volume)[axis]
+        first, most = tf.split(volume, [1, side - 1], axis)
+        least, last = tf.split(volume, [side - 1, 1], axis)
+        near = 0.75 * volume
+        before = near + 0.25 * tf.concat([first, least], axis)
+        after = near + 0.25 * tf.concat([most, last], axis)
+        sizes = tf.concat([tf.shape(volume)[:axis], [2 * side], tf.shape(volume)[axis + 1 :]], 0)
+        volume = tf.reshape(tf.stack([before, after], axis + 1), sizes)
     return volume
 
 

@@ -63,8 +63,8 @@ def checked_average(average: Any) -> Shape3:
     """The voxels that a network averages, as a tuple. Raises ValueError unless they are 2 or 1."""
     made = tuple(average)
     if made not in (*STRIDES, NO_AXIS):
-        rule = "--average must be 2 or 1 along X, Y and Z"
-        raise ValueError(f"{rule}, got {average!s:.60}; write it as 2,2,1")
+        rule = "average must be 2 or 1 along X, Y and Z"
+        raise ValueError(f"{rule}, got {average!s:.60}; give such a number for each")
     return shape3(made)
 
 

@@ -22,7 +22,7 @@ def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference)
     """The predictor of each run, all on the device of `inference`, for which the host is set up.
     Raises InputError, before TensorFlow is imported, as `check_inference` and for a device that the
     host lacks; and as `load_predictor`."""
-    # Of the weights, as coarse steps are at another resolution than the run.
+    # Of the weights, as coarse steps have another network than full ones.
     configs = [config_of_weights(run, weights) for run in runs]
     for config in configs:
         check_inference(config, inference)

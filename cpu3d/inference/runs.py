@@ -109,8 +109,8 @@ def applied(config: RunConfig, inference: Inference) -> Dict[str, Any]:
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """A run as the weights of a checkpoint with this state predict: those of coarse steps at half
-    resolution."""
+    """A run as the weights of a checkpoint with this state predict: those of coarse steps by the
+    network of these."""
     return dataclasses.replace(config, coarse_steps=state["coarse_steps"]).after(state["step"])
 
 

@@ -322,9 +322,9 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
     batch = f"{config.batch}, {start.get('micro_batch', config.micro)} at a time"
     if start.get("workers", 1) > 1:
         batch += f", of {start['workers']} workers"
-    coarse = "none"
+    coarse = "all" if config.unet.averages else "none"
     if config.coarse_steps:
-        coarse = f"the first {config.coarse_steps:,}, on {by(config.coarse_shape, ' x ')}"
+        coarse = f"the first {config.coarse_steps:,}, on {by(config.coarse_seen_grid, ' x ')}"
         coarse += f": {axes_text(config.unet.stride(0))} halved"
     rows = [
         ("network", network),

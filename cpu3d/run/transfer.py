@@ -29,7 +29,7 @@ from models.config import UNetConfig
 from models.strides import strides_text
 from models.weights import network_weights
 
-OF_RUN = ("channels", "outputs", "seed", "dtype", "policy", "deep_supervision")
+OF_RUN = ("channels", "outputs", "seed", "dtype", "policy", "deep_supervision", "average")
 """Settings of the network that may differ: they change no layer that both networks have, but for
 the first convolution and the heads."""
 DIGITS = 12  # of a SHA-256 that are shown

@@ -1,7 +1,7 @@
 """The training loop: steps, validations and checkpoints of one run, in the order they happen.
 
-The learner and the data of a step are made for one resolution. A run with a curriculum has two:
-after the last coarse step its variables move to a learner of full resolution.
+A run with coarse steps has two learners: after the last coarse step the variables move from the one
+whose network averages, or that of smaller patches, to that of full steps.
 
 Each of several workers runs this loop, on its own share of every batch. Only the chief writes
 files."""
@@ -197,7 +197,7 @@ class Fit:
     def _is_validation_step(self) -> bool:
         return self.config.validates_after(self.step, self.steps)
 
-    # --- The two resolutions ---
+    # --- Coarse and full steps ---
 
     def _enter(self) -> None:
         """Make the learner of the next step, with its first weights, and its data; if a validation
@@ -230,7 +230,7 @@ class Fit:
         return data
 
     def _micro_batches(self) -> MicroBatches:
-        """The data of the next steps, until the resolution changes or the run ends."""
+        """The data of the next steps, until coarse steps or the run end."""
         end = self.config.coarse_steps
         if self.step >= end:
             end = self.steps

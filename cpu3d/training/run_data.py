@@ -24,8 +24,7 @@ Inside = Tuple[slice, slice, slice]
 
 
 class RunData:
-    """The data of a run: of steps at the resolution of the network, of validations at that of the
-    volumes."""
+    """The data of a run: of its steps, and of validations on whole volumes."""
 
     def __init__(
         self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None
@@ -113,7 +112,7 @@ class RunData:
         return x, y, z
 
     def voxels(self, step: int) -> int:
-        """Voxels that all workers' networks see in a step, averaged ones as one."""
+        """Voxels that all workers' networks see in a step, those of its finest level."""
         config = self.config
         if config.is_patch:
             return config.batch * math.prod(config.grid)

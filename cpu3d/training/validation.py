@@ -81,8 +81,7 @@ def validate(
 def _whole_logits(
     data: RunData, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor
 ) -> tf.Tensor:
-    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or
-    windows."""
+    """Logits (1, X, Y, Z, R) of a whole volume, in one pass or by windows."""
     config = data.config
     shape = shape3(image.shape[1:4])
     if config.is_patch:

@@ -247,7 +247,7 @@ def _write_filter_gradient(step: StepWriter, op: Op) -> None:
 
 
 def _write_plain(step: StepWriter, op: Op) -> None:
-    """By TensorFlow, so with a bound of its float32 maps on the way."""
+    """By TensorFlow, so with a bound of what it takes on the way."""
     plain = PLAIN[op.plain]
     value_bytes = 4 if plain.in_float32 else step.writer.value_bytes
     sizes = [step.map_bytes(each, value_bytes) for each in (*op.reads, *op.makes)]

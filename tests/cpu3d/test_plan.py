@@ -329,7 +329,7 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(phantom_store, planned, 
         seen = config.grid
     halved = [-(-side // step) for side, step in zip(seen, strides[0])]
     coarse = round_up(tuple(halved), config.unet.divisors)
-    assert config.coarse_shape == coarse
+    assert config.coarse_seen_grid == coarse
     assert plan.forecast.coarse.job.shape == config.coarse_grid
     share = math.prod(coarse) / math.prod(config.grid)  # of a full step's cost
     cost = plan.steps - config.coarse_steps * (1 - share)
@@ -518,7 +518,7 @@ def test_the_largest_case_decides_memory_the_median_the_network_and_all_the_time
     plan = planned(store=store, strides="auto", curriculum="auto")
     # 8 voxels become 4 and no less; half of the median grid is too small for coarse steps
     assert (plan.config.unet.strides, plan.config.curriculum) == (((2, 2, 2), (2, 2, 1)), "off")
-    assert planned(store=store, curriculum="half").config.coarse_shape == (48, 48, 48)
+    assert planned(store=store, curriculum="half").config.coarse_seen_grid == (48, 48, 48)
     full = plan.forecast.full
     assert full.job.shape == (96, 96, 96)
     job = dataclasses.replace(full.job, shape=(16, 16, 8))

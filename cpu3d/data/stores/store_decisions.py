@@ -95,16 +95,18 @@ def depth_of_store(
     return depth, depth_reason(what, shape, depth, most)
 
 
-def curriculum_of_store(store: Store, extent: Shape3, unet: UNetConfig) -> Tuple[str, str]:
-    """The curriculum of whole volumes by itself, and why: half the grid of `extent`, along the axes
-    that the first level halves, for no step, the first ones, or all."""
+def curriculum_of_store(
+    store: Store, extent: Shape3, unet: UNetConfig, is_patch: bool = False
+) -> Tuple[str, str]:
+    """The curriculum that no setting gives, and why: half the grid of `extent`, along the axes that
+    the first level halves, for no step, the first ones, or of whole volumes all."""
     stride = unet.stride(0)
     coarse = coarse_grid(extent, stride, unet.divisors)
     halved = f"{axes_text(stride)} halved, as by the first level: {by(coarse.grid, ' x ')}"
     if not coarse.is_taken:
         least = round(LEAST_COARSE_VOXELS ** (1 / 3))
         return "off", f"{halved} has fewer than {least}^3 voxels"
-    if thick_axis(_spacing_of(store)) is not None:
+    if thick_axis(_spacing_of(store)) is not None and not is_patch:
         thick = f"slices are at least {THICK_SLICES} times as thick as voxels are wide"
         return "all", f"{thick}; {halved}"
     return "half", halved

@@ -240,7 +240,7 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     phantom_store, tmp_path
 ):
     fit = start(phantom_store, tmp_path, extent="full", **HALF)
-    coarse = math.prod(fit.config.coarse_shape)
+    coarse = math.prod(fit.config.coarse_seen_grid)
     full = math.prod(fit.config.grid)
     assert coarse < full / 4
     of_coarse = fit.learner
