@@ -76,7 +76,7 @@ SAVED = dataclasses.replace(
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("schema", 9, "run .* must have schema 3, got 9"),
+        ("schema", 9, r"run .* must have schema \d, got 9"),
         ("grid", [16, 16], "config.grid must be"),
         ("grid", [16, 16, 0], "grid must be positive"),
         ("unet", {"depth": 99}, "depth must be between 2 and 8"),
