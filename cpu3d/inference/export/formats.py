@@ -83,9 +83,8 @@ def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
         elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, by_layer.get(op.name, {}))
-    turned = graph.add(
-        "Transpose", [tensors[network_program(unet).logits[0].name]], perm=[0, 2, 3, 4, 1]
-    )
+    logits = tensors[network_program(unet).logits[0].name]
+    turned = graph.add("Transpose", [logits], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], OUTPUT)
     helper = onnx.helper
 
