@@ -77,7 +77,7 @@ def decide(
     depth, strides, reasons = _levels(settings, chosen, store)
     augment = settings.augment
     if "augment" not in chosen and chosen.get("recipe") in (None, DEFAULT_RECIPE):
-        name, why = augment_of_store(store)
+        name, why = augment_of_store(with_fold(store, settings.fold))
         augment = dataclasses.replace(AUGMENTS[name], flip=augment.flip)
         reasons["augment"] = f"augment {name}: {why}"
     unet = dataclasses.replace(

@@ -382,7 +382,7 @@ class Shorthand:
         None,
         "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
         "blur and low resolution too, as nnU-Net has them; cutmix: light, and boxes of other cases "
-        f"(default: cutmix below {FEW_CASES} cases, else light; light with another recipe)",
+        f"(default: cutmix below {FEW_CASES} training cases, else light; other recipes: light)",
         choices=tuple(AUGMENTS),
         group="augmentation",
     )

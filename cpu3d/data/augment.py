@@ -96,8 +96,8 @@ AUGMENTS = {
 too, or with boxes of other cases."""
 
 FEW_CASES = 50
-"""Cases to train and validate on below which runs are augmented by "cutmix" unless they are told
-how: 16 hearts of 8 patients are learnt by heart with "light", 118 are not (records/log.md)."""
+"""Training cases below which runs are augmented by "cutmix" unless they are told how: 16 hearts of
+8 patients are learnt by heart with "light", 118 are not (records/log.md)."""
 
 
 @dataclass(frozen=True)

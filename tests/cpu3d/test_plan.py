@@ -389,12 +389,13 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
         (49, {}, AUGMENTS["cutmix"]),
         (49, {"flip": False}, AugmentConfig(flip=False, cutmix=0.5)),
         (50, {}, AUGMENTS["light"]),
+        (60, {"fold": "1/2"}, AUGMENTS["cutmix"]),  # of 68
         (49, {"augment": "light"}, AUGMENTS["light"]),
         (49, {"recipe": "demo"}, AugmentConfig(gain=0.05, offset=0.05)),
     ],
 )
 def test_few_cases_are_mixed_unless_the_augmentation_is_chosen(planned, cases, settings, augment):
-    ids = [f"case-{number}" for number in range(cases)]
+    ids = [f"case-{number}" for number in range(cases + 8)]
     records = [make_record(case_id, shape=(16, 16, 8)) for case_id in ids]
     manifest = manifest_of(records, {"train": ids[8:], "val": ids[:8], "test": []})
     plan = planned(store=Store(Path("store"), manifest), **settings)

@@ -114,8 +114,8 @@ def curriculum_of_store(
 
 def augment_of_store(store: Store) -> Tuple[str, str]:
     """The name in AUGMENTS of the augmentation of a run that is not told how, and why."""
-    cases = len(_of_splits(store.manifest, *DECIDING))
-    why = f"{count(cases, 'case')} to train and validate on; cutmix below {FEW_CASES}"
+    cases = len(store.manifest.split["train"])
+    why = f"{count(cases, 'case')} to train on; cutmix below {FEW_CASES}"
     return "cutmix" if cases < FEW_CASES else "light", why
 
 
