@@ -28,6 +28,7 @@ from cpu3d.bench.harness import (
 )
 from cpu3d.decisions import job_of
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
+from cpu3d.plan import source_of_store
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.progress import say
@@ -80,7 +81,11 @@ def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
 def requested(chosen: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
     """The request of the options that are typed; a shape that is padded is printed."""
     arguments = Namespace(**chosen)
-    source = valid(source_job, arguments).job
+    if "store" in chosen:
+        settings = {name: chosen[name] for name in chosen if name not in ("store", "threads")}
+        source = valid(source_of_store, chosen["store"], read_host(), settings).job
+    else:
+        source = valid(source_job, arguments).job
     if source:
         job = valid(job_from, arguments, source)
         engine = job.engine

@@ -1,13 +1,15 @@
 """The trainer's own step is measured beside its prediction."""
 
 import json
+import math
 
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import step_costs
 from cpu3d.bench.harness import in_fresh_process
-from cpu3d.bench.step_costs import measure, request_for, step_table
+from cpu3d.bench.step_costs import StepOptions, measure, request_for, requested, step_table
+from cpu3d.data.region import round_up
 from cpu3d.errors import InputError
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
@@ -38,6 +40,15 @@ def test_a_step_is_measured_and_recorded(tmp_path, capsys):
     own, predicted = step_table(kept).rows
     assert (own[0], predicted[0]) == ("lean", "predicted")
     assert own[2] == f"{row['process_peak_bytes'] / 2**30:.2f}"
+
+
+def test_the_step_of_a_store_is_that_of_the_run_that_is_planned_on_it(phantom_store):
+    chosen = {"store": phantom_store.folder, "filters": 4, "depth": 3, "threads": 1}
+    request = requested(chosen, StepOptions())
+    multiples = (4, 4, 4)
+    grids = [round_up(case.box.size, multiples) for case in phantom_store.manifest.cases]
+    assert tuple(request["shape"]) == max(grids, key=math.prod)
+    assert (request["unet"]["channels"], request["unet"]["filters"]) == (4, 4)
 
 
 @pytest.mark.usefixtures("needs_native")  # layers are predicted roughly
