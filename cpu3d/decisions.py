@@ -48,6 +48,8 @@ from models.strides import (
     strides_line,
 )
 
+COARSE_RATE = 0.01  # of Muon where no full step follows: hearts had +0.01 by it (records/log.md)
+
 
 def decide(
     store: Store, host: Host, chosen: Chosen, gpus: Sequence[Gpu], workers: int
@@ -96,12 +98,12 @@ def decide(
         channels=channels,
         regions=regions,
         device=device,
-        learning_rate=settings.peak_rate,
         micro_batch=micro_batch_of(settings, workers),
     )
     check_device(settings, workers)
     config = RunConfig(**vars(facts), **vars(settings))
     config = _with_grid(config, store, chosen.get("patch"), card, reasons)
+    config = dataclasses.replace(config, learning_rate=_peak_rate(config, reasons))
     for line in why_no_card(wanted_device, config.mode, gpus):
         reasons["device"] = line
     transfer = None
@@ -109,6 +111,14 @@ def decide(
         transfer = open_transfer(config)
         config = dataclasses.replace(config, init_record=transfer.record)
     return config, reasons, transfer
+
+
+def _peak_rate(config: RunConfig, reasons: Dict[str, str]) -> float:
+    """The rate that is chosen, or the optimizer's own, lower for Muon at half resolution alone."""
+    if config.learning_rate or (config.optimizer, config.curriculum) != ("muon", "all"):
+        return config.peak_rate
+    reasons["learning_rate"] = f"learning rate {COARSE_RATE:g}: all steps are at half resolution"
+    return COARSE_RATE
 
 
 def _levels(

@@ -434,11 +434,12 @@ def test_most_steps_are_coarse_where_the_grid_allows(planned, settings, coarse, 
     ],
 )
 def test_thick_slices_are_learnt_at_half_resolution_throughout(
-    planned, spacing_mm, curriculum, average
+    plan_with, spacing_mm, curriculum, average
 ):
     store = of_voxels(in_boxes(*[(158, 144, 14)] * 4), *spacing_mm)
-    plan = planned(store=store, strides="auto", curriculum="auto")
+    plan = plan_with(store=store, depth=3, steps=6)
     assert (plan.config.curriculum, plan.config.unet.average) == (curriculum, average)
+    assert plan.config.learning_rate == {"all": 0.01, "half": 0.02}[curriculum]
     assert plan.config.grid == plan.forecast.full.job.shape == (160, 144, 14)
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
 
