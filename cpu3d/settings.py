@@ -143,7 +143,7 @@ class Settings:
     optimizer: str = _training("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
-        f"learning rate after the warm-up (default: {_RATES}; muon 0.01 if all steps are at half resolution)",
+        f"learning rate after the warm-up (default: {_RATES}; muon 0.01 with --curriculum all)",
         "R",
         above=0,
     )
