@@ -27,6 +27,7 @@ from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device, why_no_card
 from cpu3d.run.transfer import Transfer, network_of_init, open_transfer
 from cpu3d.settings import (
+    COARSE_RATE,
     Chosen,
     RunConfig,
     Settings,
@@ -47,8 +48,6 @@ from models.strides import (
     shape3,
     strides_line,
 )
-
-COARSE_RATE = 0.01  # of Muon where no full step follows: hearts had +0.01 by it (records/log.md)
 
 
 def decide(
@@ -79,7 +78,7 @@ def decide(
     depth, strides, reasons = _levels(settings, chosen, store)
     augment = settings.augment
     if "augment" not in chosen and chosen.get("recipe") in (None, DEFAULT_RECIPE):
-        name, why = augment_of_store(with_fold(store, settings.fold))
+        name, why = augment_of_store(store, settings.fold)
         augment = dataclasses.replace(AUGMENTS[name], flip=augment.flip)
         reasons["augment"] = f"augment {name}: {why}"
     unet = dataclasses.replace(

@@ -303,9 +303,18 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     )
 
 
-def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
-    """What `estimate --store` starts from: the run that `train` would plan on a store. Raises
-    ValueError for a store that cannot be read, and for settings that do not suit it."""
+def source_of_store(host: Host, chosen: Chosen) -> JobSource:
+    """The run that `train` would plan on `chosen["store"]`, for `estimate` and `bench`. Raises
+    ValueError for a store that cannot be read, settings that do not suit it, and what it has
+    itself."""
+    for name in ("shape", "spacing", "channels", "classes", "cases"):
+        if name in chosen:
+            todo = "leave one of them out"
+            if name == "spacing":
+                todo += "; `prepare --spacing` makes stores of another"
+            raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
+    folder = chosen["store"]
+    chosen = {name: chosen[name] for name in chosen if name not in ("store", "threads")}
     notes = []
     device = recipe_settings(chosen).device
     if device not in ("cpu", AUTO):

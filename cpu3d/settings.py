@@ -47,6 +47,7 @@ FULL_RATE_SHARE = 0.3
 """The peak of the learning rate of the full steps after coarse ones, as a share of the coarse
 steps' peak. By the whole of it the full steps would forget what the coarse ones have learnt
 (records/log.md)."""
+COARSE_RATE = 0.01  # of Muon where no full step follows: hearts gain 0.01 (records/log.md)
 
 WARMUP_STEPS = 10
 """First steps, over which the learning rate rises linearly; of a short run a twentieth (of 72 steps
@@ -143,7 +144,8 @@ class Settings:
     optimizer: str = _training("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
-        f"learning rate after the warm-up (default: {_RATES}; muon 0.01 with --curriculum all)",
+        f"learning rate after the warm-up (default: {_RATES}; muon {COARSE_RATE:g} with "
+        "--curriculum all)",
         "R",
         above=0,
     )

@@ -58,9 +58,6 @@ EXIT_CODES = (
     f"{FAILED} failed (a full disk, a missing package), {INTERRUPTED} interrupted."
 )
 
-OF_STORE = ("shape", "spacing", "channels", "classes", "cases")
-"""Options whose values a store has itself."""
-
 CALIBRATION_HELP = (
     f"constants that `calibrate` wrote, or those of {', '.join(INSTRUCTION_SETS)} "
     "(default: this host's)"
@@ -211,19 +208,11 @@ def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:
         args.dtype = getattr(args, "dtype", host.best_dtype)  # as `train` takes it
     if not hasattr(args, "store"):
         return source_job(args)
-    for name in OF_STORE:
-        if hasattr(args, name):
-            todo = "leave one of them out"
-            if name == "spacing":
-                todo += "; `prepare --spacing` makes stores of another"
-            raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
     chosen = given_options(JobOptions, args)
-    folder = chosen.pop("store")
-    chosen.pop("threads", None)
     # This command stands above all rooms, as `cpu3d` does; nothing else of its room does.
     from cpu3d.plan import source_of_store
 
-    return source_of_store(folder, host.here, chosen)
+    return source_of_store(host.here, chosen)
 
 
 def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Block]:

@@ -82,8 +82,7 @@ def requested(chosen: Dict[str, Any], options: StepOptions) -> Dict[str, Any]:
     """The request of the options that are typed; a shape that is padded is printed."""
     arguments = Namespace(**chosen)
     if "store" in chosen:
-        settings = {name: chosen[name] for name in chosen if name not in ("store", "threads")}
-        source = valid(source_of_store, chosen["store"], read_host(), settings).job
+        source = valid(source_of_store, read_host(), chosen).job
     else:
         source = valid(source_job, arguments).job
     if source:

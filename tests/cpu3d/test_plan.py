@@ -390,6 +390,7 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
         (49, {"flip": False}, AugmentConfig(flip=False, cutmix=0.5)),
         (50, {}, AUGMENTS["light"]),
         (60, {"fold": "1/2"}, AUGMENTS["cutmix"]),  # of 68
+        (54, {"fold": "3/5"}, AUGMENTS["cutmix"]),  # as 1/5 and 2/5: 49, 49, 50, 50, 50 of 62
         (49, {"augment": "light"}, AUGMENTS["light"]),
         (49, {"recipe": "demo"}, AugmentConfig(gain=0.05, offset=0.05)),
     ],
@@ -439,7 +440,11 @@ def test_thick_slices_are_learnt_at_half_resolution_throughout(
     store = of_voxels(in_boxes(*[(158, 144, 14)] * 4), *spacing_mm)
     plan = plan_with(store=store, depth=3, steps=6)
     assert (plan.config.curriculum, plan.config.unet.average) == (curriculum, average)
-    assert plan.config.learning_rate == {"all": 0.01, "half": 0.02}[curriculum]
+    rates = {"all": (0.01, 0.1, 0.02), "half": (0.02, 0.1, 0.02)}
+    typed = plan_with(store=store, depth=3, steps=6, learning_rate=0.02)
+    of_sgd = plan_with(store=store, depth=3, steps=6, optimizer="sgd")
+    made = tuple(each.config.learning_rate for each in (plan, of_sgd, typed))
+    assert made == rates[curriculum]
     assert plan.config.grid == plan.forecast.full.job.shape == (160, 144, 14)
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
 

@@ -14,6 +14,7 @@ from cpu3d.data.augment import FEW_CASES
 from cpu3d.data.cases.kinds import FROM_SHARE
 from cpu3d.data.cases.resample import THICK_SLICES, in_mm, range_in_mm, target_spacing, thick_axis
 from cpu3d.data.datasets.layouts import regions_of
+from cpu3d.data.fold import parse_fold
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
@@ -112,9 +113,14 @@ def curriculum_of_store(
     return "half", halved
 
 
-def augment_of_store(store: Store) -> Tuple[str, str]:
-    """The name in AUGMENTS of the augmentation of a run that is not told how, and why."""
-    cases = len(store.manifest.split["train"])
+def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:
+    """The name in AUGMENTS of the augmentation of a run that is not told how, and why: the same for
+    all folds of so many."""
+    manifest = store.manifest
+    cases = min(len(split["train"]) for split in manifest.folds or [manifest.split])
+    if fold and not manifest.folds:
+        _, folds = parse_fold(fold)
+        cases = len(_of_splits(manifest, *DECIDING)) * (folds - 1) // folds
     why = f"{count(cases, 'case')} to train on; cutmix below {FEW_CASES}"
     return "cutmix" if cases < FEW_CASES else "light", why
 

@@ -48,7 +48,8 @@ def test_the_step_of_a_store_is_that_of_the_run_that_is_planned_on_it(phantom_st
     multiples = (4, 4, 4)
     grids = [round_up(case.box.size, multiples) for case in phantom_store.manifest.cases]
     assert tuple(request["shape"]) == max(grids, key=math.prod)
-    assert (request["unet"]["channels"], request["unet"]["filters"]) == (4, 4)
+    with pytest.raises(InputError, match="--channels must come without --store"):
+        requested({**chosen, "channels": 4}, StepOptions())
 
 
 @pytest.mark.usefixtures("needs_native")  # layers are predicted roughly
