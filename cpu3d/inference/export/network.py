@@ -17,7 +17,7 @@ from cpu3d.errors import InputError
 from cpu3d.inference.export.contract import FILE, OUTPUT, SCHEMA
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.predictor import AS_TRAINED, Predictor
-from cpu3d.inference.runs import Inference, check_inference
+from cpu3d.inference.runs import Inference, check_inference, window_of
 from cpu3d.run.config_json import config_from_json
 from memory_estimator.common.files import read_record, typed
 
@@ -36,6 +36,11 @@ class ExportedPredictor(Predictor):
             ) from None
         config = config_from_json(about["config"])
         check_inference(config, inference)
+        if window_of(config, inference) and "mean" not in about["inputs"]:
+            raise InputError(
+                "--window must come without --network if the export normalises each image that it "
+                "is given, got both; leave it out, or predict with --run"
+            )
         super().__init__(config, [], inference)
         self.weights_choice = about["weights"]  # "best" or "last"
         self.weights_sha256 = about["weights_sha256"]

@@ -13,10 +13,12 @@ from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.normalise import Kind, Normalisation
+from cpu3d.errors import InputError
 from cpu3d.inference.export import formats
 from cpu3d.inference.export.network import ExportedPredictor
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
+from cpu3d.inference.runs import Inference
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.util.atomic import write_json
@@ -129,6 +131,9 @@ def test_predict_answers_alike_with_a_run_and_with_its_export(export, store, tmp
     assert [group[0]["code"] for group in about["paint"]] == [1, 2, 3]
     assert {path.name for path in out.iterdir()} == {"export.json", about["file"]}
     assert ("mean" in about["inputs"]) == config.is_patch
+    if not config.is_patch:  # it would normalise each window by itself
+        with pytest.raises(InputError, match="--window must come without --network"):
+            ExportedPredictor(out, Inference(window=config.grid))
     checked = about["verification"]
     assert checked["case_id"] == "e"  # the first of test
     assert checked["largest_difference"] < checked["tolerance"] <= 2e-5
