@@ -22,6 +22,7 @@ from cpu3d.data.stores.store_decisions import (
     depth_of_store,
     median_extent,
     strides_of_store,
+    whole_every_of_store,
 )
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device, why_no_card
@@ -206,6 +207,16 @@ def _with_grid(
         unet = dataclasses.replace(unet, average=stride)
         grid = coarse_shape
         coarse_shape = NO_GRID
+    whole_every = config.whole_every
+    if config.is_patch:
+        if whole_every > 1:
+            raise InputError(
+                f"--whole-every must be 1 for patches, got {whole_every}; leave it out"
+            )
+        whole_every = 1
+    elif not whole_every:
+        whole_every, why = whole_every_of_store(store, config.extent, unet)
+        reasons["whole_every"] = f"whole volumes in 1 step of {whole_every}: {why}"
     return dataclasses.replace(
         config,
         unet=unet,
@@ -213,6 +224,7 @@ def _with_grid(
         coarse_grid=coarse_shape,
         patches_per_case=patches_per_case,
         curriculum=curriculum,
+        whole_every=whole_every,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.region import Shape3
+from cpu3d.data.sampling import VolumeSampling
 from cpu3d.data.store import Store, case_extent, open_store
 from cpu3d.data.windows import window_count
 from cpu3d.decisions import (
@@ -146,6 +147,8 @@ class Plan:
             flips=2 ** len(config.mirrored_axes),
             scored_voxels=scored_voxels,
             grids=() if config.is_patch else tuple(grids_of(config, store)),
+            whole_every=config.whole_every,
+            crop_grids=() if config.whole_every == 1 else tuple(crop_grids_of(config, store)),
         )
         if not config.coarse_steps:
             return schedule
@@ -350,6 +353,12 @@ def grids_of(config: RunConfig, store: Store) -> List[Shape3]:
     """The grids of whole training cases, the smallest first."""
     extents = [case_extent(record, config.extent) for record in store.cases("train")]
     return sorted(map(config.grid_of, extents), key=math.prod)
+
+
+def crop_grids_of(config: RunConfig, store: Store) -> List[Shape3]:
+    """The grids of crops around the labels of training cases, the smallest first."""
+    crops = VolumeSampling(config.extent, multiple=config.unet.divisors, whole_every=0)
+    return sorted(map(crops.grid_of, store.cases("train")), key=math.prod)
 
 
 def smaller_grids(config: RunConfig) -> List[Tuple[str, Shape3]]:

@@ -131,6 +131,15 @@ class Settings:
         "to full; auto: all for thick slices, else half, and off below 40^3 voxels at half",
         choices=(AUTO, "off", "half", "all"),
     )
+    whole_every: int = _training(
+        0,
+        "train on whole volumes in one step of N, in the others on crops around the labels "
+        f"(default: {WHOLE_EVERY} with --curriculum all if crops have at most half of the voxels, "
+        "else 1)",
+        "N",
+        at_least=0,
+        typed_at_least=1,
+    )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(

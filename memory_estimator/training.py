@@ -125,6 +125,8 @@ class Schedule:
     """Grids of full steps, each as often as cases have it, the smallest first; () if all have that
     of the job, which is the largest."""
     coarse_grids: Tuple[Shape3, ...] = ()  # likewise of coarse steps
+    whole_every: int = 1  # full steps of which one is on those, the others on crops
+    crop_grids: Tuple[Shape3, ...] = ()  # likewise of crops; () without any
     extra: ExtraMemory = ExtraMemory()  # of full steps
     coarse_extra: ExtraMemory = ExtraMemory()
     budget_s: Optional[float] = None  # that cuts the steps; None for no limit
@@ -201,12 +203,15 @@ class Forecast:
 
     @functools.cached_property
     def by_case(self) -> List[Tuple[str, Estimate]]:
-        """Estimates of a full step on the smallest and the median grid of the cases, each with its
-        name; none if all cases have the largest."""
+        """Estimates of a full step on the median crop, and the smallest and the median grid of the
+        cases, each with its name; none if all have the largest."""
         grids = self.schedule.grids
-        if not grids or grids[0] == grids[-1]:
+        crops = self.schedule.crop_grids
+        if not grids or (grids[0] == grids[-1] and not crops):
             return []
-        named = (("smallest case", grids[0]), ("median case", grids[len(grids) // 2]))
+        named = [("smallest case", grids[0]), ("median case", grids[len(grids) // 2])]
+        if crops:
+            named.insert(0, ("median crop", crops[len(crops) // 2]))
         job = self.full.job
         accuracy = self.full.accuracy
         steps = []
@@ -251,9 +256,18 @@ class Forecast:
         return self.full.upper_bound_bytes
 
     @functools.cached_property
-    def full_step_s(self) -> float:
-        """Seconds of a full step, the mean over the grids of the cases."""
+    def whole_step_s(self) -> float:
+        """Seconds of a full step that is not on crops, the mean over the grids of the cases."""
         return self.full.step_s * _mean_share(self.full, self.schedule.grids, self._together)
+
+    @functools.cached_property
+    def full_step_s(self) -> float:
+        """Seconds of a full step, the mean over whole cases and crops."""
+        schedule = self.schedule
+        if not schedule.crop_grids:
+            return self.whole_step_s
+        crop_s = self.full.step_s * _mean_share(self.full, schedule.crop_grids, self._together)
+        return crop_s + (self.whole_step_s - crop_s) / schedule.whole_every
 
     @functools.cached_property
     def coarse_step_s(self) -> float:
@@ -300,7 +314,7 @@ class Forecast:
         if not schedule.steps:
             return 0.0
         case_s = (schedule.steps - schedule.coarse_steps) * self._pass_s(
-            self.full_step_s, schedule.windows
+            self.whole_step_s, schedule.windows
         )
         if self.coarse:
             windows = schedule.coarse_windows
@@ -311,7 +325,7 @@ class Forecast:
     @property
     def answered_s(self) -> float:
         """Seconds to answer on a held-out case and to score that."""
-        answer_s = self.schedule.flips * self._pass_s(self.full_step_s, self.schedule.windows)
+        answer_s = self.schedule.flips * self._pass_s(self.whole_step_s, self.schedule.windows)
         return answer_s + SCORE_S * self.schedule.scored_voxels / 1e6
 
     @property

@@ -32,6 +32,8 @@ T = TypeVar("T")
 MASK = 2**64 - 1
 SAMPLINGS = ("random", "foreground")
 ATTEMPTS = 16  # most patches that are drawn for a position, if nothing in them is annotated
+WHOLE_EVERY = 5  # steps of which one is on whole volumes, where crops around the labels pay
+LABEL_MARGIN = 4  # voxels that a crop has at least on each side of its labels
 # Keys of the random streams of an epoch's order, and of a patch: anywhere, and around a label.
 _ORDER = 0x6F72646572
 _PLACE = 0x706C616365
@@ -91,12 +93,30 @@ class VolumeSampling:
     multiple: Shape3 = (1, 1, 1)  # of the voxels along each axis
     seed: int = 0
     shuffle: bool = True  # whether cases come in another order every epoch
+    whole_every: int = 1
+    """Steps of which the last has whole volumes, the others crops around the labels. 0: no step
+    has whole ones."""
+    batch: int = 1  # samples of a step
+
+    def at(self, position: int) -> "VolumeSampling":
+        """The rule of the step that a position is in: all of its volumes are whole, or none."""
+        if self.whole_every and (position // self.batch + 1) % self.whole_every == 0:
+            return replace(self, whole_every=1)
+        return replace(self, whole_every=0)
+
+    def box_of(self, record: CaseRecord) -> Region:
+        """What of a case its volume holds: its extent, or the box of its labels."""
+        extent = record.box if self.extent == "brain" else whole(record.shape)
+        voxels = [voxel for voxels in record.centres.values() for voxel in voxels]
+        if self.whole_every or not voxels:
+            return extent
+        start = xyz(min(sides) - LABEL_MARGIN for sides in zip(*voxels))
+        size = xyz(max(sides) + 1 + LABEL_MARGIN - low for low, sides in zip(start, zip(*voxels)))
+        return extent.overlap(Region(start, size)) or extent
 
     def grid_of(self, record: CaseRecord) -> Shape3:
         """Voxels X, Y, Z of a case's volume on its own."""
-        if self.grid is not None:
-            return self.grid
-        return round_up(case_extent(record, self.extent), self.multiple)
+        return self.grid or round_up(self.box_of(record).size, self.multiple)
 
 
 def volume_at(
@@ -105,16 +125,29 @@ def volume_at(
     records: Sequence[CaseRecord],
     together: Sequence[int] = (),
 ) -> "Patch":
-    """Return the whole volume at `position` of an endless stream over `records`. One that is
-    computed `together` with those of other positions has the least grid that holds them all."""
+    """Return the whole volume at `position` of an endless stream over `records`, or the crop around
+    its labels. One that is computed `together` with those of other positions has the least grid
+    that holds them all."""
 
     def index_at(position: int) -> int:
         return case_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
 
+    sampling = sampling.at(position)
     grids = [sampling.grid_of(records[index_at(each)]) for each in (position, *together)]
     grid = xyz(map(max, zip(*grids)))
     index = index_at(position)
-    return Patch(index, case_region(records[index], grid, sampling.extent))
+    record = records[index]
+    if sampling.whole_every:
+        return Patch(index, case_region(record, grid, sampling.extent))
+    box = sampling.box_of(record)
+    units = random_units(sampling.seed, position, _CENTRE)
+    starts = []
+    for axis, (low, high) in enumerate(_starts(record, sampling.extent, grid)):
+        # Between those that hold the whole box, or that the box holds.
+        ends = (box.start[axis], box.stop[axis] - grid[axis])
+        first, last = sorted(min(max(end, low), high) for end in ends)
+        starts.append(first + int(next(units) * (last - first + 1)))
+    return Patch(index, Region(xyz(starts), grid))
 
 
 # --- Patches ---
@@ -180,7 +213,7 @@ def patch_at(
     key = _CENTRE if codes else _PLACE
     again = (attempt,) if attempt else ()  # the first attempt has no number of its own
     units = random_units(sampling.seed, position, key, *again)
-    starts = _starts(sampling, record)
+    starts = _starts(record, sampling.extent, shape)
     if not codes:
         start = xyz(low + int(next(units) * (high - low + 1)) for low, high in starts)
         return Patch(index, Region(start, shape))
@@ -201,13 +234,13 @@ def _picked(choices: Sequence[T], unit: float) -> T:
     return choices[int(unit * len(choices))]
 
 
-def _starts(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
-    """Return the first and the last start of a patch along each axis: within the extent, or the
-    one around a shorter extent."""
-    extent = record.box if sampling.extent == "brain" else whole(record.shape)
-    around = centred(extent, sampling.shape, record.shape)
+def _starts(record: CaseRecord, kind: str, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
+    """Return the first and the last start of a patch of `shape` along each axis: within the extent
+    of this kind, or the one around a shorter extent."""
+    extent = record.box if kind == "brain" else whole(record.shape)
+    around = centred(extent, shape, record.shape)
     starts = []
-    for axis, size in enumerate(sampling.shape):
+    for axis, size in enumerate(shape):
         low = extent.start[axis]
         high = extent.stop[axis] - size
         if high <= low:

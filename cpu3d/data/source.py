@@ -47,6 +47,7 @@ def volume_dataset(
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: Multiple = 16,
+    whole_every: int = 1,
     channels: Optional[Sequence[str]] = None,
     regions: Optional[Sequence[str]] = None,
     augment: AugmentConfig = NO_AUGMENT,
@@ -83,6 +84,8 @@ def volume_dataset(
             hold the others of its batch.
         multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
             several times.
+        whole_every: steps of which the last has whole volumes, and the others boxes around the
+            labels of their cases, each at another place of what surrounds them.
         channels: names, in the order of the image; None for all of the store's.
         regions: names, in the order of the target; None for all of the store's.
         augment: how samples are changed by chance; not at all by default.
@@ -95,10 +98,15 @@ def volume_dataset(
     Raises InputError for arguments out of range, unknown names, an empty split, cases without
     labels, and damaged files. Those that are damaged later end the dataset with an error of
     TensorFlow, from which `Batches` makes an InputError again."""
-    require(("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS))
+    require(
+        ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
+        ("whole_every", "an integer of at least 1", whole_every, is_integer(whole_every, 1)),
+    )
     if grid is not None:
         _check_grid(store, grid, extent)
-    volumes = VolumeSampling(extent, grid, by_axis(multiple), seed, shuffle)
+    volumes = VolumeSampling(
+        extent, grid, by_axis(multiple), seed, shuffle, whole_every, share.batch or batch
+    )
     return _dataset(
         store,
         volumes,

@@ -10,7 +10,6 @@ from cpu3d.data.stores.store_decisions import grids_text
 from cpu3d.distributed.all_reduce import Exchange
 from cpu3d.host.apply import in_force
 from cpu3d.host.memory import reserve
-from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import describe
 from cpu3d.plan import grids_of, save_plan, with_forecast
 from cpu3d.plan_text import learnable
@@ -67,7 +66,7 @@ def carry_out(call: Call, exchange: Exchange, watchdog: Watchdog, mlflow: str) -
         _save(call, fit.config)  # a restart keeps this length
     if call.cluster.is_chief:
         _log_start(call, fit)
-    fit.run(_observer(call), mlflow)
+    fit.run(mlflow)
     return fit.config
 
 
@@ -85,23 +84,6 @@ def _save(call: Call, config: RunConfig) -> None:
     flush_log(call.folder)
     save_config(config, call.folder)
     save_plan(plan, call.folder)
-
-
-def _observer(call: Call) -> Optional[Observer]:
-    """An observer of the chief's steps on a CPU; None if they are not computed as predicted."""
-    plan = call.plan
-    if not call.cluster.is_chief or plan.forecast is None or not computes_as_predicted():
-        return None
-    if plan.config.freeze != "none":  # a step leaves out what is predicted
-        return None
-    job = plan.forecast.full.job
-    worker_job = dataclasses.replace(
-        job,
-        batch=plan.config.batch // call.cluster.workers,
-        micro_batch=plan.config.micro,
-        threads=int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads),
-    )
-    return Observer(worker_job, call.host, warm_up=1)
 
 
 def _log_start(call: Call, fit: Fit) -> None:

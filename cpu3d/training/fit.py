@@ -11,8 +11,6 @@ import dataclasses
 import functools
 import gc
 import json
-import math
-import statistics
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -34,7 +32,6 @@ from cpu3d.errors import (
 )
 from cpu3d.host.gpu import CPU
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
-from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import (
     last_saved,
@@ -57,8 +54,8 @@ from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import StopRequest, Watchdog, noted_signals
 
-# Taken to measure the time of a step, and undone; the first one compiles and does not count.
-TIMED_STEPS = 3
+# The fewest that are taken to measure the time of a step, and undone.
+TIMED_STEPS = 2
 
 # The longest time between two checkpoints. There is one after every validation as well.
 SAVE_EVERY_S = 600.0
@@ -88,7 +85,6 @@ class Fit:
         if make_learner is None:
             make_learner = functools.partial(Learner, exchange=exchange)
         self._make_learner = make_learner
-        self._observer: Optional[Observer] = None
 
         self._signals: List[int] = []  # that ask for a stop
         self._listeners: List[Track] = []  # all get every event as it is logged
@@ -133,14 +129,13 @@ class Fit:
         self.config = cut(self.config, step=self.step, steps=self.steps)
         return step_s
 
-    def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
+    def run(self, mlflow: str = "") -> None:
         """Train to the last step, or a stop that one of the workers asks for, and save in both
-        cases. `observer` gets the time of full steps; `mlflow` is the URI where the
-        chief tracks the run too. A run that is over logs its end, if a kill has lost that.
+        cases. `mlflow` is the URI where the chief tracks the run too. A run that is over logs its
+        end, if a kill has lost that.
 
         Raises Interrupted after a signal and MemoryRunsOutError if the watchdog asks for a stop,
         each once the run is saved; DivergedError, and WorkerLostError."""
-        self._observer = observer
         was_over = self.is_over
         self._saved_at = time.monotonic()
         # As if there had been one attempt alone.
@@ -239,14 +234,18 @@ class Fit:
     def _timed(self, learner: Learner) -> float:
         """Mean seconds of a step of a learner, whose variables stay as they were."""
         data = self._data_of(learner.config)
-        micro_batches = data.training(self.step, self.step + TIMED_STEPS, self._watchdog.phase)
+        # The first one compiles and does not count; one of the others is on whole volumes.
+        end = self.step + 1 + max(TIMED_STEPS, learner.config.whole_every)
+        micro_batches = data.training(self.step, end, self._watchdog.phase)
         before = learner.arrays()
-        voxel_s = []
-        for step in range(self.step, self.step + TIMED_STEPS):
+        steps_s = []
+        voxels = []
+        for step in range(self.step, end):
             _, seconds = self._compute(learner, micro_batches, rate=0.0)
-            voxel_s.append(seconds / data.voxels(step))
+            steps_s.append(seconds)
+            voxels.append(data.voxels(step))
         learner.restore(before)
-        return statistics.median(voxel_s[1:]) * data.mean_voxels
+        return sum(steps_s[1:]) / sum(voxels[1:]) * data.mean_voxels
 
     # --- Steps ---
 
@@ -303,10 +302,6 @@ class Fit:
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
             outcome, step_s = self._compute(self.learner, micro_batches, rate)
         waited_s = micro_batches.waited_s()
-        if self._observer and self.step >= config.coarse_steps:
-            # As long as a step on the run's largest grid would have taken.
-            largest = config.batch * math.prod(config.grid) / self.data.voxels(self.step)
-            self._observer.note((step_s - waited_s - outcome.exchange_s) * largest)
         self._watchdog.stepped(step_s)
         names = self.data.case_ids(self.step)
         wrong = wrong_loss(outcome, names, self.step + 1)
@@ -391,8 +386,6 @@ class Fit:
         self._saved_step = self.step
         if not self._exchange.is_chief:
             return
-        if self._observer:
-            self._observer.record()
         if self.step and not self.data.held_out:
             self._save_best()
         with writing(self.folder, f"step {self.step} could not be saved"):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.region import round_up
-from cpu3d.data.sampling import ALL, Share, case_at
+from cpu3d.data.sampling import ALL, Share, VolumeSampling, case_at, volume_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_extent, case_region
 from cpu3d.settings import RunConfig
@@ -35,7 +35,13 @@ class RunData:
         self._store = store
         self._share = share
         self._train_cases = store.manifest.split["train"]
-        self._extents = [case_extent(record, config.extent) for record in store.cases("train")]
+        self._volumes = VolumeSampling(
+            config.extent,
+            multiple=config.unet.divisors,
+            seed=config.seed,
+            whole_every=config.whole_every,
+            batch=config.batch,
+        )
         self.held_out = len(store.manifest.split["val"])
         self.reader = reader or open_reading(
             store,
@@ -78,6 +84,7 @@ class RunData:
                 self._store,
                 split="train",
                 multiple=config.unet.divisors,
+                whole_every=config.whole_every,
                 **options,
             )
         return MicroBatches(dataset, watch)
@@ -116,17 +123,18 @@ class RunData:
         config = self.config
         if config.is_patch:
             return config.batch * math.prod(config.grid)
+        records = self._store.cases("train")
         voxels = 0
         for first in range(step * config.batch, (step + 1) * config.batch, config.micro):
-            indices = map(self._case_at, range(first, first + config.micro))
-            grids = [config.grid_of(self._extents[index]) for index in indices]
-            voxels += config.micro * math.prod(map(max, zip(*grids)))
+            together = range(first, first + config.micro)
+            volume = volume_at(first, self._volumes, records, together)
+            voxels += config.micro * math.prod(volume.region.size)
         return voxels // math.prod(config.unet.average)
 
     @functools.cached_property
     def mean_voxels(self) -> float:
-        """The mean of `voxels` over the steps of an epoch."""
-        steps = max(len(self._train_cases) // self.config.batch, 1)
+        """The mean of `voxels` over steps of all cases, whole and cropped."""
+        steps = max(len(self._train_cases) // self.config.batch, 1) * self.config.whole_every
         return statistics.fmean(self.voxels(step) for step in range(steps))
 
     def case_ids(self, step: int) -> List[str]:

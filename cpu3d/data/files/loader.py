@@ -88,7 +88,7 @@ class Loader:
             begin = sample - (sample - self.first) % self.batch
             together = [self.share.position(begin + index) for index in range(self.batch)]
             volume = volume_at(position, sampling, self.records, together)
-            sampling = dataclasses.replace(sampling, grid=volume.region.size)
+            sampling = dataclasses.replace(sampling.at(position), grid=volume.region.size)
         image, target = self._sample(position, sampling)
         drawn = draw_box(
             self.augment.cutmix,

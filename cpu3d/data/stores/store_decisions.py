@@ -6,6 +6,7 @@ default network, the augmentation, its regions.
     strides, why = strides_of_store(store, median_extent(store, "brain"), depth)
 """
 
+import dataclasses
 import math
 import statistics
 from typing import List, NamedTuple, Sequence, Tuple
@@ -18,6 +19,7 @@ from cpu3d.data.fold import parse_fold
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
+from cpu3d.data.sampling import WHOLE_EVERY, VolumeSampling
 from cpu3d.data.store import Store, case_extent
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
@@ -42,6 +44,8 @@ from models.strides import (
 # The cases that decide the network: together, so that the networks of all folds are alike.
 DECIDING = ("train", "val")
 
+MOST_OF_A_CROP = 0.5  # of the voxels of whole volumes, for steps on crops by themselves
+
 
 class DecidedRow(NamedTuple):
     """A row of the table of what was decided for a store."""
@@ -58,6 +62,10 @@ def decisions_of(store: Store) -> List[DecidedRow]:
     depth, why_depth = depth_of_store(store, median, UNetConfig().depth)
     strides, why_strides = strides_of_store(store, median, depth)
     unet = UNetConfig(depth=depth, strides=strides)
+    curriculum = curriculum_of_store(store, median, unet)
+    if curriculum[0] == "all":
+        unet = dataclasses.replace(unet, average=unet.stride(0))
+    whole_every, why_crops = whole_every_of_store(store, "brain", unet)
     multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
     grids = [round_up(record.box.size, unet.divisors) for record in manifest.cases]
     return [
@@ -66,7 +74,8 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("levels", str(depth), why_depth),
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
-        DecidedRow("half resolution", *curriculum_of_store(store, median, unet)),
+        DecidedRow("half resolution", *curriculum),
+        DecidedRow("whole volumes", f"1 step of {whole_every}", why_crops),
         DecidedRow("augmentation", *augment_of_store(store)),
         *_regions(manifest),
     ]
@@ -111,6 +120,22 @@ def curriculum_of_store(
         thick = f"slices are at least {THICK_SLICES} times as thick as voxels are wide"
         return "all", f"{thick}; {halved}"
     return "half", halved
+
+
+def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[int, str]:
+    """Steps of which one is on whole volumes if no setting says so, and why: more than one where
+    all steps are at half resolution and most of a volume is far from its labels."""
+    volumes = VolumeSampling(extent, multiple=unet.divisors)
+    crops = dataclasses.replace(volumes, whole_every=0)
+    records = _of_splits(store.manifest, *DECIDING)
+    voxels = [
+        sum(math.prod(sampling.grid_of(record)) for record in records)
+        for sampling in (crops, volumes)
+    ]
+    share = voxels[0] / voxels[1]
+    is_taken = unet.averages and share <= MOST_OF_A_CROP
+    why = f"crops around the labels have {share:.0%} of the voxels"
+    return WHOLE_EVERY if is_taken else 1, why
 
 
 def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:
