@@ -23,6 +23,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.region import EXTENTS, NO_GRID, round_up
+from cpu3d.data.sampling import WHOLE_EVERY
 from cpu3d.errors import InputError
 from cpu3d.store_facts import StoreFacts
 from memory_estimator.common.schema import check, option, to_command_line
@@ -311,12 +312,15 @@ class RunConfig(Decided, Settings, StoreFacts):
         """The run as step `step` (0 is the first) is computed: without its curriculum, by one
         network.
 
-        That of coarse steps averages whole volumes; its policy is "speed"."""
+        That of coarse steps averages whole volumes, none of them cropped; its policy is
+        "speed"."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
         average = self.unet.average if self.is_patch else self.unet.stride(0)
         unet = dataclasses.replace(self.unet, policy="speed", average=average)
-        return dataclasses.replace(self, unet=unet, grid=self.coarse_grid, coarse_steps=0)
+        return dataclasses.replace(
+            self, unet=unet, grid=self.coarse_grid, coarse_steps=0, whole_every=1
+        )
 
     def validates_after(self, step: int, steps: int) -> bool:
         """Whether a validation is due after `step` of so many steps, or would be if cases were held

@@ -3,7 +3,7 @@ takes.
 
 Shipped files are in `hosts/`, one for each instruction set of native operations, which is its name:
 some were measured, the others state how they differ from one of these. A host's own file is in the
-user's data directory (`cpu3d.host.speed` writes it) and comes first: shipped constants, with
+user's data directory (`calibrate` writes it) and comes first: shipped constants, with
 seconds scaled to those of measured steps."""
 
 import dataclasses

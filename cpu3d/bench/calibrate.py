@@ -8,12 +8,15 @@ about a minute for each engine. The ratio of measured to predicted seconds repla
 of this host, and estimates use it. With --out it is written to a file instead. Run it while no
 other program computes."""
 
+import dataclasses
+import datetime
 import itertools
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import psutil
 
@@ -21,20 +24,33 @@ from cpu3d.bench.harness import in_fresh_process, valid
 from cpu3d.bench.step_costs import job_of_record, measure, request_for
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
-from cpu3d.host.speed import QUIET_SHARE, computes_as_predicted, keep_calibration
-from cpu3d.util.atomic import writable_folder
+from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import bar, say
-from memory_estimator.calibration import host_file, load_constants
+from memory_estimator.calibration import (
+    FURTHEST,
+    Scale,
+    constants_of,
+    host_file,
+    like_shipped,
+    load_constants,
+)
 from memory_estimator.common.schema import option
-from memory_estimator.host import read_host
+from memory_estimator.common.units import by
+from memory_estimator.estimate import estimate
+from memory_estimator.host import Host, read_host
 from memory_estimator.installed import ENGINES, installed_engine
 from memory_estimator.job import Job
+from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, UNetConfig
-from models.native.library import VARIABLE
+from models.native.library import VARIABLE, native_operations
 
 SHAPE = (96, 96, 96)
 STEPS = 4
 NETWORKS = ({"filters": 16}, {"filters": 8})
+
+# Of the CPUs' time, that other programs may take before seconds count as disturbed.
+QUIET_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -88,3 +104,38 @@ def run(options: Options) -> int:
         )
     say(f"written after {time.perf_counter() - begin:.0f} s: {path}", stderr=False)
     return 0
+
+
+def keep_calibration(
+    path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool
+) -> None:
+    """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a
+    scale for each dtype, the median of its jobs, and for each engine the shipped baseline and the
+    bytes that processes held above the predicted ones."""
+    shipped = constants_of(host)
+    base = dataclasses.replace(shipped, l2_bytes=host.l2_bytes or shipped.l2_bytes)
+    today = datetime.date.today().isoformat()
+    kept = like_shipped(host)
+    times: Dict[str, List[float]] = {}
+    more: Dict[str, List[int]] = {}
+    for job, step_s, peak_bytes in measured:
+        dtype = job.unet.dtype
+        of_dtype = times.setdefault(dtype, [])
+        of_dtype.append(step_s / step_seconds(training_step(job), shipped, job))
+        scale = min(max(statistics.median(of_dtype), 1 / FURTHEST), FURTHEST)
+        name = f"{by(job.shape, ' x ')} in {dtype}"
+        kept["scales"][dtype] = dataclasses.asdict(Scale(scale, quiet, job.threads, today, name))
+        more.setdefault(job.engine, []).append(peak_bytes - estimate(job, base).process_peak_bytes)
+    moved = {
+        engine: base.baseline_bytes[engine] + round(statistics.fmean(sizes))
+        for engine, sizes in more.items()
+    }
+    origins = {**base.origins, "baseline_bytes": f"measured: calibrate, {today}"}
+    kept.update(baseline_bytes={**base.baseline_bytes, **moved}, origins=origins)
+    write_json(path, kept)
+
+
+def computes_as_predicted() -> bool:
+    """Whether steps are computed as the estimator's constants have them: by native operations, of
+    the best instruction set. Raises InstructionSetError as `native_operations`."""
+    return native_operations().tf_ops is not None and not os.environ.get(VARIABLE)

@@ -26,7 +26,7 @@ from cpu3d.data.region import (
     whole,
     xyz,
 )
-from cpu3d.data.store import case_extent, case_region
+from cpu3d.data.store import case_region
 
 T = TypeVar("T")
 MASK = 2**64 - 1

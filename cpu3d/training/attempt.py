@@ -2,9 +2,7 @@
 settings are saved, its budget of minutes becomes steps, and it trains to its end."""
 
 import dataclasses
-import os
 from datetime import datetime, timezone
-from typing import Optional
 
 from cpu3d.data.stores.store_decisions import grids_text
 from cpu3d.distributed.all_reduce import Exchange

@@ -449,9 +449,41 @@ def test_thick_slices_are_learnt_at_half_resolution_throughout(
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
 
 
-def test_patches_are_not_averaged(planned):
-    with pytest.raises(InputError, match="--curriculum must be half or off"):
-        planned(**PATCH, curriculum="all")
+@pytest.mark.parametrize("wrong", [{"curriculum": "all"}, {"whole_every": 2}])
+def test_patches_are_neither_averaged_nor_beside_crops(planned, wrong):
+    with pytest.raises(InputError, match=r"--.* must be .* for patches, got"):
+        planned(**PATCH, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("corner", "settings", "whole_every"),
+    [
+        (56, {}, 5),  # crops of 64 x 64 x 14
+        (56, {"whole_every": 3}, 3),
+        (56, {"curriculum": "half"}, 1),
+        (120, {}, 1),  # of 128 x 128 x 14, more than half of the voxels
+    ],
+)
+def test_most_steps_are_on_crops_where_labels_are_small_in_thick_slices(
+    plan_with, corner, settings, whole_every
+):
+    boxes = in_boxes(*[(158, 144, 14)] * 4)
+    labelled = {1: ((4, 4, 4), (corner, corner, 9))}
+    cases = [dataclasses.replace(case, centres=labelled) for case in boxes.manifest.cases]
+    store = Store(boxes.folder, dataclasses.replace(boxes.manifest, cases=cases))
+    plan = plan_with(store=of_voxels(store, *THICK), depth=3, steps=6, **settings)
+    assert plan.config.whole_every == whole_every
+    forecast = plan.forecast
+    if whole_every == 1:
+        assert forecast.full_step_s == forecast.whole_step_s
+        return
+    (name, crop), *_ = forecast.by_case
+    assert (name, crop.job.shape) == ("median crop", (64, 64, 14))
+    seconds = (crop.step_s * (whole_every - 1) + forecast.whole_step_s) / whole_every
+    assert forecast.full_step_s == pytest.approx(seconds)
+    of_whole = plan_with(store=of_voxels(store, *THICK), depth=3, steps=6, whole_every=1)
+    for figure in ("upper_bound_bytes", "postprocessing_s"):
+        assert getattr(forecast, figure) == getattr(of_whole.forecast, figure)
 
 
 # --- Memory ---

@@ -1,20 +1,25 @@
 """`calibrate`: once for real on a tiny network, and on made-up measurements."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
+from cpu3d.bench.calibrate import computes_as_predicted, keep_calibration
 from cpu3d.bench.harness import in_fresh_process
 from cpu3d.bench.step_costs import measure, request_for
-from cpu3d.host.speed import keep_training
+from cpu3d.util.atomic import write_json
 from memory_estimator.__main__ import main as estimator
-from memory_estimator.calibration import find_constants, load_constants
+from memory_estimator.calibration import find_constants, host_file, load_constants
+from memory_estimator.common.files import read_json
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from models.config import UNetConfig
+from tests.cpu3d.host.hosts import BFLOAT16
 
 HOST = read_host()
 SHIPPED = find_constants(HOST)
@@ -68,31 +73,78 @@ def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, mon
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 0.0)
     answers += [record(16, times=2.0, more_bytes=10**7), record(8, times=3.0, more_bytes=2 * 10**7)]
     answers += [record(16, "bfloat16", 0.5, 3 * 10**7), record(8, "bfloat16", 0.5, 3 * 10**7)]
-    keep_training(LARGE, 7 * estimate(LARGE, SHIPPED).step_s, HOST)
     assert main(["calibrate"]) == 0
     constants = find_constants(HOST)
     for dtype, times in (("float32", 2.5), ("bfloat16", 0.5)):  # of two the median is the mean
         before, after = (estimate(LARGE.with_unet(dtype=dtype), c) for c in (SHIPPED, constants))
         assert after.step_s == pytest.approx(times * before.step_s)
         assert after.process_peak_bytes - before.process_peak_bytes == 22_500_000
-    keep_training(LARGE, estimate(LARGE, SHIPPED).step_s, HOST)
-    assert find_constants(HOST) == constants, "a quiet calibration counts before a training"
 
 
-def test_on_a_busy_host_a_warning_is_printed_and_the_next_faster_training_counts(
-    answers, monkeypatch, capsys
-):
+def test_on_a_busy_host_a_warning_is_printed(answers, monkeypatch, capsys):
     busy = iter([40.0])  # and then quiet
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: next(busy, 0.0))
     answers += [record(16, dtype) for dtype in ("float32", "float32", "bfloat16", "bfloat16")]
     assert main(["calibrate"]) == 0
     assert "40%" in capsys.readouterr().err
     assert "other programs may have kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)
-    keep_training(LARGE, estimate(LARGE, SHIPPED).step_s / 4, HOST)
-    assert find_constants(HOST).basis(LARGE, HOST).startswith("scaled by 0.25")
 
 
 def test_a_host_that_does_not_compute_as_predicted_is_not_measured(monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "computes_as_predicted", lambda: False)
     assert main(["calibrate"]) == 2
     assert "native operations must be built" in capsys.readouterr().err
+
+
+# --- What a calibration changes ---
+
+
+OTHER = dataclasses.replace(HOST, isa=BFLOAT16, is_here=False)
+JOB = Job(UNetConfig(depth=2, filters=8, dtype="float32"), (64, 64, 64), engine="stock", threads=2)
+WIDE = dataclasses.replace(JOB, shape=(240, 240, 160))
+
+
+def predicted_s(job=JOB):
+    return estimate(job, find_constants(OTHER)).step_s
+
+
+def basis(job=JOB):
+    return find_constants(OTHER).basis(job, OTHER)
+
+
+def keep(job, step_s):
+    """Keep a calibration by a single job, on a host that had something else to do."""
+    peak_bytes = estimate(job, find_constants(OTHER)).process_peak_bytes
+    path = host_file(OTHER)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keep_calibration(path, [(job, step_s, peak_bytes)], OTHER, quiet=False)
+
+
+def test_all_predictions_of_a_dtype_are_scaled_to_what_a_step_took_within_limits():
+    in_bfloat16 = JOB.with_unet(dtype="bfloat16")
+    jobs = [JOB, WIDE, in_bfloat16]
+    before = np.array([predicted_s(job) for job in jobs])
+    for scale, kept in ((3, 3), (20, 8), (0.01, 1 / 8), (1.5, 1.5)):
+        keep(JOB, scale * before[0])  # against what was predicted without any calibration
+        assert [predicted_s(job) for job in jobs[:2]] == pytest.approx(kept * before[:2])
+    assert "64 x 64 x 64 in float32; other programs may" in basis()
+    assert basis(dataclasses.replace(JOB, threads=6)).endswith("from 2 threads to 6 by assumption")
+
+
+@pytest.mark.parametrize("name", ["schema", "shipped"])
+def test_what_is_of_another_version_or_of_other_constants_is_not_used_and_replaced(name):
+    before = predicted_s()
+    keep(JOB, 3 * before)
+    path = host_file(OTHER)
+    write_json(path, {**read_json(path), name: "another"})
+    assert predicted_s() == before
+    keep(JOB, 2 * before)
+    assert basis().startswith("scaled by 2.00")
+
+
+def test_seconds_are_kept_of_the_best_native_operations_alone(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setenv("CPU3D_INSTRUCTION_SET", "avx2")
+        assert not computes_as_predicted()
+    monkeypatch.setattr("models.native.build.BUILT", tmp_path)
+    assert not computes_as_predicted()  # none is there

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from cpu3d.data import sampling as module
 from cpu3d.data.region import Region
-from cpu3d.data.sampling import PatchSampling, Share, case_at, patch_at
+from cpu3d.data.sampling import (
+    PatchSampling,
+    Share,
+    VolumeSampling,
+    case_at,
+    patch_at,
+    volume_at,
+)
+from cpu3d.data.store import case_region
 from cpu3d.errors import InputError
 
 SHAPES = st.tuples(*[st.integers(1, 12)] * 3)
@@ -124,6 +132,45 @@ def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share,
         for position in range(first, first + count)
     ]
     assert abs(starts.count((7, 7, 7)) - share * count) < 1 + 1e-6
+
+
+# --- Crops around the labels ---
+
+
+@given(cases(), SHAPES, st.integers(1, 3), st.sampled_from(["brain", "full"]))
+def test_a_crop_holds_the_labels_with_a_margin_wherever_it_is_in_the_extent(
+    case, multiple, every, extent
+):
+    sampling = VolumeSampling(extent, None, multiple, whole_every=every, batch=2)
+    inside = case.box if extent == "brain" else Region((0, 0, 0), case.shape)
+    voxels = [voxel for voxels in case.centres.values() for voxel in voxels]
+    for position in range(12):
+        region = volume_at(position, sampling, [case]).region
+        if position // 2 % every == every - 1:  # the last step of so many is on the whole case
+            assert region == case_region(case, sampling.grid_of(case), extent)
+            continue
+        for axis, (first, stop) in enumerate(zip(region.start, region.stop)):
+            low = max(min(voxel[axis] for voxel in voxels) - 4, inside.start[axis])
+            high = min(max(voxel[axis] for voxel in voxels) + 5, inside.stop[axis])
+            assert first <= low < high <= stop
+            assert stop - first == -(-(high - low) // multiple[axis]) * multiple[axis]
+            assert stop - first > inside.size[axis] or inside.start[axis] <= first
+            assert stop - first > inside.size[axis] or stop <= inside.stop[axis]
+
+
+def test_crops_are_at_all_places_and_whole_where_nothing_is_labelled():
+    case = record((64, 64, 64), Region((4, 0, 0), (60, 64, 64)), {1: ((30, 30, 30),)})
+    crops = VolumeSampling(multiple=(16, 32, 64), whole_every=0)
+    starts = [volume_at(position, crops, [case]).region.start for position in range(200)]
+    assert [sorted(set(axis)) for axis in zip(*starts)] == [
+        list(range(19, 27)),
+        list(range(3, 27)),
+        [0],
+    ]
+    bare = record()
+    assert volume_at(0, crops, [bare]) == volume_at(
+        0, VolumeSampling(multiple=(16, 32, 64)), [bare]
+    )
 
 
 # --- Shares of several workers ---

@@ -87,6 +87,7 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
 KINDS = {
     "volumes": {"augment": AUGMENT, "dtype": "bfloat16"},
     "every change": {"augment": EVERY},
+    "crops": {"augment": EVERY, "whole_every": 3, "multiple": 4},
     "patches": {"augment": EVERY, "sampling": "foreground"},
 }
 
@@ -181,14 +182,15 @@ def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(
         assert rest == whole[start:]
 
 
-@pytest.mark.parametrize("kind", ["volumes", "patches"])
+@pytest.mark.parametrize("kind", ["volumes", "crops", "patches"])
 def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, kind):
     span = {"start": 4, "stop": 12}
+    alone = {"share": Share(0, 1, 4)}  # in steps of as many samples
     joined = {}
     for share in (Share(0, 2, 4), Share(1, 2, 4), Share(2, 4, 4)):
         own = hashes_of(phantom_store, kind, share=share, threads=1 + share.rank % 2, **span)
         joined.update(zip(share.positions(**span), own))
-    assert joined == dict(zip(range(4, 12), hashes_of(phantom_store, kind, **span)))
+    assert joined == dict(zip(range(4, 12), hashes_of(phantom_store, kind, **alone, **span)))
     # An epoch of four cases is one whole step of three.
     assert len(hashes_of(phantom_store, kind, share=Share(0, 3, 3), stop=None)) == 1
 
@@ -313,6 +315,7 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
         ({"extent": "tile"}, "extent"),
         ({"dtype": "float64"}, "dtype"),
         ({"batch": 0}, "batch"),
+        ({"whole_every": 0}, "whole_every"),
         ({"grid": (64, 64)}, "grid"),
         ({"grid": (64, 64, 99.5)}, "grid"),
     ],

@@ -22,7 +22,6 @@ from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.log import last_event
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
-from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from tests.cpu3d.runs import (
     SMALL,
@@ -64,18 +63,6 @@ def learnt(phantom_store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("learnt")
     start(phantom_store, folder, **LEARNT).run()
     return folder
-
-
-@pytest.mark.usefixtures("needs_native", "without_network")
-@pytest.mark.parametrize("freeze", ["none", "encoder"])
-def test_what_whole_steps_show_of_the_host_is_kept(
-    phantom_store, learnt, tmp_path, monkeypatch, freeze
-):
-    monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
-    monkeypatch.delenv("CPU3D_INSTRUCTION_SET", raising=False)  # else none is kept
-    settings = {**SMALL, **LEARNT, "init": str(learnt), "freeze": freeze}
-    train(phantom_store.folder, tmp_path, settings=settings)
-    assert bool(find_constants().scales) == (freeze == "none")
 
 
 def test_a_run_learns_and_its_best_weights_are_those_of_its_only_validation(learnt):
