@@ -208,10 +208,10 @@ def _with_grid(
         grid = coarse_shape
         coarse_shape = NO_GRID
     whole_every = config.whole_every
-    if config.is_patch:
+    if curriculum != "all":
         if whole_every > 1:
             raise InputError(
-                f"--whole-every must be 1 for patches, got {whole_every}; leave it out"
+                f"--whole-every must be 1 without --curriculum all, got {whole_every}; leave it out"
             )
         whole_every = 1
     elif not whole_every:

@@ -134,8 +134,8 @@ class Settings:
     )
     whole_every: int = _training(
         0,
-        "train on whole volumes in one step of N, in the others on crops around the labels "
-        f"(default: {WHOLE_EVERY} with --curriculum all if crops have at most half of the voxels, "
+        "with --curriculum all: train on whole volumes in one step of N, in the others on crops "
+        f"around the labels (default: {WHOLE_EVERY} if these have at most half of the voxels, "
         "else 1)",
         "N",
         at_least=0,
@@ -312,15 +312,12 @@ class RunConfig(Decided, Settings, StoreFacts):
         """The run as step `step` (0 is the first) is computed: without its curriculum, by one
         network.
 
-        That of coarse steps averages whole volumes, none of them cropped; its policy is
-        "speed"."""
+        That of coarse steps averages whole volumes; its policy is "speed"."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
         average = self.unet.average if self.is_patch else self.unet.stride(0)
         unet = dataclasses.replace(self.unet, policy="speed", average=average)
-        return dataclasses.replace(
-            self, unet=unet, grid=self.coarse_grid, coarse_steps=0, whole_every=1
-        )
+        return dataclasses.replace(self, unet=unet, grid=self.coarse_grid, coarse_steps=0)
 
     def validates_after(self, step: int, steps: int) -> bool:
         """Whether a validation is due after `step` of so many steps, or would be if cases were held

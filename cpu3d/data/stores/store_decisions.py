@@ -62,10 +62,12 @@ def decisions_of(store: Store) -> List[DecidedRow]:
     depth, why_depth = depth_of_store(store, median, UNetConfig().depth)
     strides, why_strides = strides_of_store(store, median, depth)
     unet = UNetConfig(depth=depth, strides=strides)
-    curriculum = curriculum_of_store(store, median, unet)
-    if curriculum[0] == "all":
+    curriculum, why_halved = curriculum_of_store(store, median, unet)
+    rows = [DecidedRow("half resolution", curriculum, why_halved)]
+    if curriculum == "all":
         unet = dataclasses.replace(unet, average=unet.stride(0))
-    whole_every, why_crops = whole_every_of_store(store, "brain", unet)
+        whole_every, why_cropped = whole_every_of_store(store, "brain", unet)
+        rows.append(DecidedRow("whole volumes", f"1 step of {whole_every}", why_cropped))
     multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
     grids = [round_up(record.box.size, unet.divisors) for record in manifest.cases]
     return [
@@ -74,8 +76,7 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("levels", str(depth), why_depth),
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
-        DecidedRow("half resolution", *curriculum),
-        DecidedRow("whole volumes", f"1 step of {whole_every}", why_crops),
+        *rows,
         DecidedRow("augmentation", *augment_of_store(store)),
         *_regions(manifest),
     ]
@@ -123,8 +124,8 @@ def curriculum_of_store(
 
 
 def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[int, str]:
-    """Steps of which one is on whole volumes if no setting says so, and why: more than one where
-    all steps are at half resolution and most of a volume is far from its labels."""
+    """Steps at half resolution of which one is on whole volumes if no setting says so, and why:
+    more than one where most of a volume is far from its labels."""
     volumes = VolumeSampling(extent, multiple=unet.divisors)
     crops = dataclasses.replace(volumes, whole_every=0)
     records = _of_splits(store.manifest, *DECIDING)
@@ -133,9 +134,8 @@ def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[i
         for sampling in (crops, volumes)
     ]
     share = voxels[0] / voxels[1]
-    is_taken = unet.averages and share <= MOST_OF_A_CROP
     why = f"crops around the labels have {share:.0%} of the voxels"
-    return WHOLE_EVERY if is_taken else 1, why
+    return WHOLE_EVERY if share <= MOST_OF_A_CROP else 1, why
 
 
 def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:
