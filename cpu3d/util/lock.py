@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Iterator
 
@@ -11,21 +10,18 @@ from cpu3d.errors import InputError
 
 
 @contextlib.contextmanager
-def locked(folder: Path, kind: str, wait_s: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, kind: str) -> Iterator[None]:
     """Hold `folder`, which must exist, until the block or the process ends, however it ends.
 
     `kind` is the folder's name in the message, such as "run". Raises InputError if another process
-    holds the folder for longer than `wait_s`, and OSError if it cannot be opened. On a file system
-    without locks, as some networks have, nothing is held."""
-    end = time.monotonic() + wait_s
+    holds the folder, and OSError if it cannot be opened. On a file system without locks, as some
+    networks have, nothing is held."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        while not _try_to_lock(handle):
-            if time.monotonic() >= end:
-                rule = f"{kind} {folder} must be written by one process at a time"
-                todo = "wait for the first, or end it if it is left over from a killed command"
-                raise InputError(f"{rule}, got a second one; {todo}")
-            time.sleep(0.1)
+        if not _try_to_lock(handle):
+            rule = f"{kind} {folder} must be written by one process at a time"
+            todo = "wait for the first, or end it if it is left over from a killed command"
+            raise InputError(f"{rule}, got a second one; {todo}")
         yield
     finally:
         os.close(handle)
