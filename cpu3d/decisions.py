@@ -103,6 +103,7 @@ def decide(
     check_device(settings, workers)
     config = RunConfig(**vars(facts), **vars(settings))
     config = _with_grid(config, store, chosen.get("patch"), card, reasons)
+    config = _with_crops(config, store, reasons)
     config = dataclasses.replace(config, learning_rate=_peak_rate(config, reasons))
     for line in why_no_card(wanted_device, config.mode, gpus):
         reasons["device"] = line
@@ -207,16 +208,6 @@ def _with_grid(
         unet = dataclasses.replace(unet, average=stride)
         grid = coarse_shape
         coarse_shape = NO_GRID
-    whole_every = config.whole_every
-    if curriculum != "all":
-        if whole_every > 1:
-            raise InputError(
-                f"--whole-every must be 1 without --curriculum all, got {whole_every}; leave it out"
-            )
-        whole_every = 1
-    elif not whole_every:
-        whole_every, why = whole_every_of_store(store, config.extent, unet)
-        reasons["whole_every"] = f"whole volumes in 1 step of {whole_every}: {why}"
     return dataclasses.replace(
         config,
         unet=unet,
@@ -224,8 +215,23 @@ def _with_grid(
         coarse_grid=coarse_shape,
         patches_per_case=patches_per_case,
         curriculum=curriculum,
-        whole_every=whole_every,
     )
+
+
+def _with_crops(config: RunConfig, store: Store, reasons: Dict[str, str]) -> RunConfig:
+    """The run with the steps of which one is on whole volumes, the others on crops."""
+    whole_every = config.whole_every
+    if config.curriculum != "all":
+        if whole_every > 1:
+            raise InputError(
+                f"--whole-every must be 1 without --curriculum all, got {whole_every}; leave it out"
+            )
+        return dataclasses.replace(config, whole_every=1)
+    usual, share, why = whole_every_of_store(store, config.extent, config.unet)
+    if not whole_every:
+        whole_every = usual
+        reasons["whole_every"] = f"whole volumes in 1 step of {whole_every}: {why}"
+    return dataclasses.replace(config, whole_every=whole_every, crop_share=share)
 
 
 def largest_extent(store: Store, config: RunConfig) -> Shape3:

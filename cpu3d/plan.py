@@ -105,13 +105,6 @@ class Plan:
         return 1 if "validations" in self.chosen else self.steps_per_epoch
 
     @property
-    def case_share(self) -> float:
-        """The share of the training cases in the voxels of their grids: the rest is what they are
-        rounded up by."""
-        extents = [case_extent(case, self.config.extent) for case in self.store.cases("train")]
-        return sum(map(math.prod, extents)) / sum(map(math.prod, grids_of(self.config, self.store)))
-
-    @property
     def job(self) -> Job:
         """The run as a job of the estimator, on one thread."""
         manifest = self.store.manifest
@@ -357,7 +350,7 @@ def grids_of(config: RunConfig, store: Store) -> List[Shape3]:
 
 def crop_grids_of(config: RunConfig, store: Store) -> List[Shape3]:
     """The grids of crops around the labels of training cases, the smallest first."""
-    crops = VolumeSampling(config.extent, multiple=config.unet.divisors, whole_every=0)
+    crops = VolumeSampling(config.extent, multiple=config.unet.divisors, is_crop=True)
     return sorted(map(crops.grid_of, store.cases("train")), key=math.prod)
 
 

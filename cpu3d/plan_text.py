@@ -119,6 +119,8 @@ def _input_lines(plan: Plan) -> List[str]:
     cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
     grids = grids_text(grids_of(config, plan.store))
     sees = f"whole, {grids} ({config.extent})"
+    if config.whole_every > 1:
+        sees += f" in 1 step of {config.whole_every}, else crops around the labels"
     if config.is_patch:
         patches = f"{config.patches_per_case} of a case an epoch"
         sees = f"patch, {by(config.grid, ' x ')} of {grids} ({config.extent}), {patches}"

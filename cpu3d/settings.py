@@ -128,7 +128,7 @@ class Settings:
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
         "the edge, along the axes that the network's first level halves, the others at full "
-        "resolution; all: all steps on whole volumes at half resolution, with answers interpolated "
+        "resolution; all: all steps at half resolution, with answers interpolated "
         "to full; auto: all for thick slices, else half, and off below 40^3 voxels at half",
         choices=(AUTO, "off", "half", "all"),
     )
@@ -140,6 +140,7 @@ class Settings:
         "N",
         at_least=0,
         typed_at_least=1,
+        at_most=20,
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
@@ -241,6 +242,7 @@ class Decided:
     along them."""
     patches_per_case: int = 1  # in an epoch; 1 of whole volumes
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
+    crop_share: float = 1.0  # of a whole volume's voxels, that crops have
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
 
 
@@ -300,7 +302,7 @@ class RunConfig(Decided, Settings, StoreFacts):
         host."""
         coarse = min(steps, self.coarse_steps)
         if not coarse:
-            return steps
+            return steps * (self.crop_share + (1 - self.crop_share) / self.whole_every)
         return steps - coarse + coarse * (math.prod(self.coarse_seen_grid) / self.seen_voxels)
 
     @property

@@ -53,7 +53,6 @@ class Scale:
     """The seconds of measured steps beside those that were predicted for them."""
 
     scale: float  # measured / predicted, within FURTHEST
-    quiet: bool  # whether the CPUs are known to have had almost nothing else to do
     threads: int
     date: str
     job: str  # for printing, such as "240 x 240 x 160 in bfloat16"
@@ -95,8 +94,8 @@ class HostConstants:
         )
 
     def scale(self, dtype: str) -> Optional[Scale]:
-        """The scale of steps in a dtype: the other dtype's if it has none."""
-        return self.scales.get(dtype) or next(iter(self.scales.values()), None)
+        """The scale of steps in a dtype; None if none was measured."""
+        return self.scales.get(dtype)
 
     def basis(self, job: Job, host: Optional[Host] = None) -> str:
         """The source of the costs, and why they may be less exact for a job on `host` (None: on
@@ -109,8 +108,6 @@ class HostConstants:
             where = "here" if host else f"on {self.cpu}"
             steps = f"steps {where} on {scale.date}, {scale.job}"
             words = [f"scaled by {scale.scale:.2f} to {steps}"]
-            if not scale.quiet:
-                words.append("other programs may have kept its CPUs busy")
         elif self.origin != "measured":
             words = [f"assumed from {self.name}"]
         elif host:

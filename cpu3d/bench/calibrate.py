@@ -94,7 +94,7 @@ def run(options: Options) -> int:
             record = in_fresh_process(measure, request)
             measured.append((job_of_record(record), record["step_s"], record["process_peak_bytes"]))
             advance()
-    keep_calibration(path, measured, host, quiet=busy <= QUIET_SHARE)
+    keep_calibration(path, measured, host)
     for dtype, scale in load_constants(path).scales.items():
         say(f"{dtype}: {scale.scale:.2f} of the predicted seconds", stderr=False)
     if busy > QUIET_SHARE:
@@ -106,9 +106,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def keep_calibration(
-    path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool
-) -> None:
+def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host) -> None:
     """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a
     scale for each dtype, the median of its jobs, and for each engine the shipped baseline and the
     bytes that processes held above the predicted ones."""
@@ -119,13 +117,13 @@ def keep_calibration(
     times: Dict[str, List[float]] = {}
     more: Dict[str, List[int]] = {}
     for job, step_s, peak_bytes in measured:
-        dtype = job.unet.dtype
-        of_dtype = times.setdefault(dtype, [])
-        of_dtype.append(step_s / step_seconds(training_step(job), shipped, job))
-        scale = min(max(statistics.median(of_dtype), 1 / FURTHEST), FURTHEST)
-        name = f"{by(job.shape, ' x ')} in {dtype}"
-        kept["scales"][dtype] = dataclasses.asdict(Scale(scale, quiet, job.threads, today, name))
+        predicted_s = step_seconds(training_step(job), shipped, job)
+        times.setdefault(job.unet.dtype, []).append(step_s / predicted_s)
         more.setdefault(job.engine, []).append(peak_bytes - estimate(job, base).process_peak_bytes)
+    for dtype, ratios in times.items():
+        scale = min(max(statistics.median(ratios), 1 / FURTHEST), FURTHEST)
+        name = f"{by(SHAPE, ' x ')} in {dtype}"
+        kept["scales"][dtype] = dataclasses.asdict(Scale(scale, job.threads, today, name))
     moved = {
         engine: base.baseline_bytes[engine] + round(statistics.fmean(sizes))
         for engine, sizes in more.items()

@@ -31,7 +31,7 @@ RESTORE = (
     "restore it, or delete manifest.json, then repeat `prepare`, and each `store append` in its"
     " order"
 )  # what to do about a damaged store
-SCHEMA = 2  # version of the store's layout and records; a store of another version is refused
+SCHEMA = 3  # version of the store's layout and records; a store of another version is refused
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
@@ -158,6 +158,9 @@ class CaseRecord:
     label_voxels_sha256: str
     format: Format = "npy"  # of the arrays' files
     files: Dict[str, ArrayFile] = field(default_factory=dict)  # none of a case in no store
+    label_box: Optional[Region] = None
+    """The box around the labelled voxels that are not ignored, the whole grid if there are none;
+    None for a case without a label."""
     background: Tuple[float, ...] = ()
     """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
     is 0 in all channels."""

@@ -93,30 +93,29 @@ class VolumeSampling:
     multiple: Shape3 = (1, 1, 1)  # of the voxels along each axis
     seed: int = 0
     shuffle: bool = True  # whether cases come in another order every epoch
-    whole_every: int = 1
-    """Steps of which the last has whole volumes, the others crops around the labels. 0: no step
-    has whole ones."""
+    whole_every: int = 1  # steps of which the last is on whole volumes, the others on crops
     batch: int = 1  # samples of a step
+    is_crop: bool = False  # whether all volumes are crops around the labels
 
     def at(self, position: int) -> "VolumeSampling":
-        """The rule of the step that a position is in: all of its volumes are whole, or none."""
-        if self.whole_every and (position // self.batch + 1) % self.whole_every == 0:
-            return replace(self, whole_every=1)
-        return replace(self, whole_every=0)
+        """The rule of the step that a position is in: all of its volumes are crops, or none."""
+        is_crop = (position // self.batch + 1) % self.whole_every > 0
+        return replace(self, whole_every=1, is_crop=self.is_crop or is_crop)
 
     def box_of(self, record: CaseRecord) -> Region:
-        """What of a case its volume holds: its extent, or the box of its labels."""
+        """What of a case its volume holds: its extent, of which a crop is the box of the labels."""
         extent = record.box if self.extent == "brain" else whole(record.shape)
-        voxels = [voxel for voxels in record.centres.values() for voxel in voxels]
-        if self.whole_every or not voxels:
+        if not self.is_crop or record.label_box is None:
             return extent
-        start = xyz(min(sides) - LABEL_MARGIN for sides in zip(*voxels))
-        size = xyz(max(sides) + 1 + LABEL_MARGIN - low for low, sides in zip(start, zip(*voxels)))
+        start = xyz(side - LABEL_MARGIN for side in record.label_box.start)
+        size = xyz(side + 2 * LABEL_MARGIN for side in record.label_box.size)
         return extent.overlap(Region(start, size)) or extent
 
     def grid_of(self, record: CaseRecord) -> Shape3:
         """Voxels X, Y, Z of a case's volume on its own."""
-        return self.grid or round_up(self.box_of(record).size, self.multiple)
+        if self.grid is not None:
+            return self.grid
+        return round_up(self.box_of(record).size, self.multiple)
 
 
 def volume_at(
@@ -132,12 +131,12 @@ def volume_at(
     def index_at(position: int) -> int:
         return case_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
 
-    sampling = sampling.at(position)
+    sampling = sampling.at(min((position, *together)))
     grids = [sampling.grid_of(records[index_at(each)]) for each in (position, *together)]
     grid = xyz(map(max, zip(*grids)))
     index = index_at(position)
     record = records[index]
-    if sampling.whole_every:
+    if not sampling.is_crop:
         return Patch(index, case_region(record, grid, sampling.extent))
     box = sampling.box_of(record)
     units = random_units(sampling.seed, position, _CENTRE)

@@ -84,8 +84,8 @@ def volume_dataset(
             hold the others of its batch.
         multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
             several times.
-        whole_every: steps of which the last has whole volumes, and the others boxes around the
-            labels of their cases, each at another place of what surrounds them.
+        whole_every: steps, of `share.batch` samples or else of `batch`, of which the last has
+            whole volumes, and the others crops that hold the labels, at a place that is drawn.
         channels: names, in the order of the image; None for all of the store's.
         regions: names, in the order of the target; None for all of the store's.
         augment: how samples are changed by chance; not at all by default.
@@ -101,6 +101,7 @@ def volume_dataset(
     require(
         ("extent", f"one of {', '.join(EXTENTS)}", extent, extent in EXTENTS),
         ("whole_every", "an integer of at least 1", whole_every, is_integer(whole_every, 1)),
+        ("grid", "None for crops", grid, grid is None or whole_every == 1),
     )
     if grid is not None:
         _check_grid(store, grid, extent)

@@ -348,8 +348,6 @@ def _seen(config: RunConfig, start: Mapping[str, Any]) -> str:
         words = f"whole volumes of {start.get('grids', NOT_KNOWN)} voxels"
         if config.whole_every > 1:
             words = f"crops around the labels, in 1 step of {config.whole_every} {words}"
-        if "case_share" in start:
-            words += f" ({start['case_share']:.0%} of them a case's)"
     spacing_mm = config.target_spacing_mm or config.spacing_mm
     if spacing_mm:
         words += f" of {in_mm(spacing_mm)}"

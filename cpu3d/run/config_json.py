@@ -20,7 +20,7 @@ from memory_estimator.common.files import read_json, typed
 from memory_estimator.common.schema import option_typed
 
 RESTORE = "restore it from a copy of the run, or begin another run"
-SCHEMA = 4  # of the run folder's layout; a run of another one is refused, never guessed at
+SCHEMA = 5  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
 OF_STORE = [field.name for field in dataclasses.fields(StoreFacts)]
 

@@ -59,7 +59,6 @@ FIELDS: Dict[str, Any] = {
     **dict.fromkeys(("time", "engine", "read_mode", "device", "precision", "policy"), str),
     **dict.fromkeys(("steps", "coarse_steps", "parameters", "micro_batch", "workers"), Count),
     "grids": str,
-    "case_share": Amount,
     **dict.fromkeys(("host", "threads"), Dict[str, Any]),
     "versions": Dict[str, str],
     "predicted": Predicted,

@@ -105,7 +105,6 @@ def _log_start(call: Call, fit: Fit) -> None:
         "engine": call.engine_name,
         "threads": threads,
         "grids": grids_text(grids_of(config, fit.store)),
-        "case_share": call.plan.case_share,
         "device": config.device,
         "precision": config.unet.dtype,
         "policy": config.unet.policy,

@@ -235,6 +235,7 @@ def facts_of(
         facts = {
             "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),
+            "label_box": bounding_box(is_learnt),
             "label_voxels_sha256": voxels_sha256(label),
         }
     channels = []

@@ -87,8 +87,9 @@ class Loader:
         if isinstance(sampling, VolumeSampling):
             begin = sample - (sample - self.first) % self.batch
             together = [self.share.position(begin + index) for index in range(self.batch)]
+            sampling = sampling.at(together[0])
             volume = volume_at(position, sampling, self.records, together)
-            sampling = dataclasses.replace(sampling.at(position), grid=volume.region.size)
+            sampling = dataclasses.replace(sampling, grid=volume.region.size)
         image, target = self._sample(position, sampling)
         drawn = draw_box(
             self.augment.cutmix,

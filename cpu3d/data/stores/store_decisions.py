@@ -66,7 +66,7 @@ def decisions_of(store: Store) -> List[DecidedRow]:
     rows = [DecidedRow("half resolution", curriculum, why_halved)]
     if curriculum == "all":
         unet = dataclasses.replace(unet, average=unet.stride(0))
-        whole_every, why_cropped = whole_every_of_store(store, "brain", unet)
+        whole_every, _, why_cropped = whole_every_of_store(store, "brain", unet)
         rows.append(DecidedRow("whole volumes", f"1 step of {whole_every}", why_cropped))
     multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
     grids = [round_up(record.box.size, unet.divisors) for record in manifest.cases]
@@ -123,11 +123,12 @@ def curriculum_of_store(
     return "half", halved
 
 
-def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[int, str]:
-    """Steps at half resolution of which one is on whole volumes if no setting says so, and why:
-    more than one where most of a volume is far from its labels."""
+def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[int, float, str]:
+    """Steps at half resolution of which one is on whole volumes if no setting says so; the share
+    that crops around the labels have of the voxels; and why: most of a volume is far from its
+    labels, or not."""
     volumes = VolumeSampling(extent, multiple=unet.divisors)
-    crops = dataclasses.replace(volumes, whole_every=0)
+    crops = dataclasses.replace(volumes, is_crop=True)
     records = _of_splits(store.manifest, *DECIDING)
     voxels = [
         sum(math.prod(sampling.grid_of(record)) for record in records)
@@ -135,7 +136,7 @@ def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[i
     ]
     share = voxels[0] / voxels[1]
     why = f"crops around the labels have {share:.0%} of the voxels"
-    return WHOLE_EVERY if share <= MOST_OF_A_CROP else 1, why
+    return WHOLE_EVERY if share <= MOST_OF_A_CROP else 1, share, why
 
 
 def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:

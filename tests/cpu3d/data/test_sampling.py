@@ -58,11 +58,10 @@ def test_every_epoch_holds_each_case_once(cases, seed, epoch):
 # --- Patches ---
 
 
-def record(shape=(20, 18, 16), box=None, centres=None):
+def record(shape=(20, 18, 16), box=None, centres=None, label_box=None):
     """The fields of a case's record on which patches depend."""
-    return SimpleNamespace(
-        shape=shape, box=box or Region((2, 3, 1), (15, 12, 13)), centres=centres or {}
-    )
+    box = box or Region((2, 3, 1), (15, 12, 13))
+    return SimpleNamespace(shape=shape, box=box, centres=centres or {}, label_box=label_box)
 
 
 def draw(sampling, records, count=200):
@@ -79,7 +78,10 @@ def cases(draw):
     box = Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     voxel = st.tuples(*[st.integers(a, b - 1) for a, b in ends])
     centres = {code: tuple(draw(st.lists(voxel, min_size=1, max_size=3))) for code in (1, 2)}
-    return record(tuple(b + draw(st.integers(0, 3)) for _, b in ends), box, centres)
+    voxels = [voxel for own in centres.values() for voxel in own]
+    start = tuple(map(min, zip(*voxels)))
+    labels = Region(start, tuple(max(side) + 1 - a for a, side in zip(start, zip(*voxels))))
+    return record(tuple(b + draw(st.integers(0, 3)) for _, b in ends), box, centres, labels)
 
 
 @given(
@@ -141,36 +143,33 @@ def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share,
 def test_a_crop_holds_the_labels_with_a_margin_wherever_it_is_in_the_extent(
     case, multiple, every, extent
 ):
-    sampling = VolumeSampling(extent, None, multiple, whole_every=every, batch=2)
+    sampling = VolumeSampling(extent, multiple=multiple, whole_every=every, batch=2)
     inside = case.box if extent == "brain" else Region((0, 0, 0), case.shape)
-    voxels = [voxel for voxels in case.centres.values() for voxel in voxels]
+    labels = case.label_box
     for position in range(12):
         region = volume_at(position, sampling, [case]).region
         if position // 2 % every == every - 1:  # the last step of so many is on the whole case
             assert region == case_region(case, sampling.grid_of(case), extent)
             continue
         for axis, (first, stop) in enumerate(zip(region.start, region.stop)):
-            low = max(min(voxel[axis] for voxel in voxels) - 4, inside.start[axis])
-            high = min(max(voxel[axis] for voxel in voxels) + 5, inside.stop[axis])
+            low = max(labels.start[axis] - 4, inside.start[axis])
+            high = min(labels.stop[axis] + 4, inside.stop[axis])
             assert first <= low < high <= stop
             assert stop - first == -(-(high - low) // multiple[axis]) * multiple[axis]
             assert stop - first > inside.size[axis] or inside.start[axis] <= first
             assert stop - first > inside.size[axis] or stop <= inside.stop[axis]
 
 
-def test_crops_are_at_all_places_and_whole_where_nothing_is_labelled():
-    case = record((64, 64, 64), Region((4, 0, 0), (60, 64, 64)), {1: ((30, 30, 30),)})
-    crops = VolumeSampling(multiple=(16, 32, 64), whole_every=0)
+def test_crops_are_at_all_places_around_the_labels():
+    labels = Region((30, 30, 30), (1, 1, 1))
+    case = record((64, 64, 64), Region((4, 0, 0), (60, 64, 64)), label_box=labels)
+    crops = VolumeSampling(multiple=(16, 32, 64), is_crop=True)
     starts = [volume_at(position, crops, [case]).region.start for position in range(200)]
     assert [sorted(set(axis)) for axis in zip(*starts)] == [
         list(range(19, 27)),
         list(range(3, 27)),
         [0],
     ]
-    bare = record()
-    assert volume_at(0, crops, [bare]) == volume_at(
-        0, VolumeSampling(multiple=(16, 32, 64)), [bare]
-    )
 
 
 # --- Shares of several workers ---

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import shutil
 import zlib
 
@@ -264,6 +265,9 @@ def test_volumes_have_their_own_grids_and_those_of_a_batch_the_least_that_holds_
     alone = list(volume_dataset(phantom_store, **how))
     assert len({tuple(image.shape) for image, _ in alone}) > 1
     pairs = list(volume_dataset(phantom_store, batch=2, **how))
+    # of a batch that begins in a step of crops
+    crops, *_ = volume_dataset(phantom_store, batch=2, whole_every=2, start=1, **how)
+    assert math.prod(crops[0].shape) < math.prod(pairs[0][0].shape) / 2
     for pair, members in zip(pairs, (alone[:2], alone[2:4], alone[4:])):
         grid = tuple(map(max, *(image.shape[1:4] for image, _ in members)))
         for index, member in enumerate(members):
@@ -316,6 +320,7 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
         ({"dtype": "float64"}, "dtype"),
         ({"batch": 0}, "batch"),
         ({"whole_every": 0}, "whole_every"),
+        ({"whole_every": 2, "grid": (64, 64, 64)}, "grid"),
         ({"grid": (64, 64)}, "grid"),
         ({"grid": (64, 64, 99.5)}, "grid"),
     ],

@@ -146,13 +146,13 @@ def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
 def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictures):
     reasons = {"policy": "policy lean: speed does not fit"}
     write_json(tiny_run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
-    start = {"grids": "16 x 16 x 16", "case_share": 0.8}
+    start = {"grids": "16 x 16 x 16"}
     coarse = {"coarse_steps": 5, "coarse_grid": (16, 16, 16)}
     text = relog(tiny_run, start=start, spacing_mm=(1.0, 1.0, 2.0), **coarse)
     for part in (
         "plan policy lean: speed does not fit",
         "engine ITEX 2.15.0.0",
-        "a step sees whole volumes of 16 x 16 x 16 voxels (80% of them a case's) of 1 x 1 x 2 mm",
+        "a step sees whole volumes of 16 x 16 x 16 voxels of 1 x 1 x 2 mm",
         "coarse steps the first 5, on 8 x 8 x 8: X, Y and Z halved",
         "volumes a step 1, 1 at a time",
         "optimizer muon, rate 0.02 at its peak, cosine decay",
