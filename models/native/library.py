@@ -5,7 +5,7 @@ without TensorFlow.
     native.bfloat16, native.float32  # such as "amx", "avx512"; "": TensorFlow's layers compute
     native.why  # why there are none
 
-Plans, estimates, `doctor` and kept speeds all ask here, so that what is predicted is what is
+Plans, estimates, `doctor` and `calibrate` all ask here, so that what is predicted is what is
 computed.
 """
 

@@ -120,6 +120,7 @@ def test_a_record_has_1000_labelled_values_of_a_ct_at_even_steps_of_their_order(
     label = np.where(image[..., 0] < 2000, 1, 9)
     facts = facts_of(image, label, [Normalisation(Kind.CT)], [(0.5, 10.0)], ignore=9)
     assert facts["foreground"] == (tuple(np.arange(1, 2000, 2) / 2 + 10),)
+    assert facts["label_box"] == Region((10, 0, 0), (10, 20, 10))
 
 
 def test_a_label_is_its_nearest_codes_if_rounding_explains_the_difference(load):
