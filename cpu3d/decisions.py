@@ -169,7 +169,7 @@ def _with_grid(
     extent = largest_extent(store, config)
     median = median_extent(store, config.extent)
     grid = config.grid_of(extent)
-    patches_per_case = 1
+    samples_per_case = 1
     if config.is_patch:
         volume = grid
         if wanted is not None:
@@ -179,7 +179,7 @@ def _with_grid(
         else:
             grid = planner.usual_patch(volume, divisors)
         planner.check_patch(grid, volume, divisors)
-        patches_per_case = max(round(math.prod(config.grid_of(median)) / math.prod(grid)), 1)
+        samples_per_case = max(round(math.prod(config.grid_of(median)) / math.prod(grid)), 1)
         extent = grid
         median = grid
     unet = config.unet
@@ -213,13 +213,14 @@ def _with_grid(
         unet=unet,
         grid=grid,
         coarse_grid=coarse_shape,
-        patches_per_case=patches_per_case,
+        samples_per_case=samples_per_case,
         curriculum=curriculum,
     )
 
 
 def _with_crops(config: RunConfig, store: Store, reasons: Dict[str, str]) -> RunConfig:
-    """The run with the steps of which one is on whole volumes, the others on crops."""
+    """The run with the steps of which one is on whole volumes, the others on crops, and as many
+    samples of a case in an epoch as have the voxels of a whole one."""
     whole_every = config.whole_every
     if config.curriculum != "all":
         if whole_every > 1:
@@ -231,7 +232,8 @@ def _with_crops(config: RunConfig, store: Store, reasons: Dict[str, str]) -> Run
     if not whole_every:
         whole_every = usual
         reasons["whole_every"] = f"whole volumes in 1 step of {whole_every}: {why}"
-    return dataclasses.replace(config, whole_every=whole_every, crop_share=share)
+    config = dataclasses.replace(config, whole_every=whole_every, crop_share=share)
+    return dataclasses.replace(config, samples_per_case=max(round(1 / config.step_share), 1))
 
 
 def largest_extent(store: Store, config: RunConfig) -> Shape3:

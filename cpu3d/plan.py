@@ -86,7 +86,7 @@ class Plan:
     @property
     def samples_per_epoch(self) -> int:
         """Training cases, or patches of them."""
-        return len(self.store.manifest.split["train"]) * self.config.patches_per_case
+        return len(self.store.manifest.split["train"]) * self.config.samples_per_case
 
     @property
     def steps_per_epoch(self) -> int:

@@ -122,8 +122,9 @@ def _input_lines(plan: Plan) -> List[str]:
     if config.whole_every > 1:
         sees += f" in 1 step of {config.whole_every}, else crops around the labels"
     if config.is_patch:
-        patches = f"{config.patches_per_case} of a case an epoch"
-        sees = f"patch, {by(config.grid, ' x ')} of {grids} ({config.extent}), {patches}"
+        sees = f"patch, {by(config.grid, ' x ')} of {grids} ({config.extent})"
+    if config.samples_per_case > 1:
+        sees += f", {config.samples_per_case} of a case an epoch"
     names = f"{', '.join(config.channels)} -> {', '.join(config.regions)}"
     place = f"{plan.store.folder}, {counted(len(manifest.cases), 'case')}"
     return [_named("store", f"{place}, {split}: {cases}"), _named("input", f"{sees}, {names}")]

@@ -240,7 +240,8 @@ class Decided:
     """The same in the first `coarse_steps` steps: a patch of half the edge along the axes that the
     network's first level halves, or a whole volume, of which the network averages pairs of voxels
     along them."""
-    patches_per_case: int = 1  # in an epoch; 1 of whole volumes
+    samples_per_case: int = 1
+    """In an epoch: as many patches, or crops and whole volumes, as have a whole one's voxels."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     crop_share: float = 1.0  # of a whole volume's voxels, that crops have
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
@@ -302,8 +303,13 @@ class RunConfig(Decided, Settings, StoreFacts):
         host."""
         coarse = min(steps, self.coarse_steps)
         if not coarse:
-            return steps * (self.crop_share + (1 - self.crop_share) / self.whole_every)
+            return steps * self.step_share
         return steps - coarse + coarse * (math.prod(self.coarse_seen_grid) / self.seen_voxels)
+
+    @property
+    def step_share(self) -> float:
+        """The voxels of the mean full step as a share of those of one on whole volumes."""
+        return self.crop_share + (1 - self.crop_share) / self.whole_every
 
     @property
     def seen_voxels(self) -> int:

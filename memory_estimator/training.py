@@ -258,7 +258,7 @@ class Forecast:
     @functools.cached_property
     def whole_step_s(self) -> float:
         """Seconds of a full step that is not on crops, the mean over the grids of the cases."""
-        return self.full.step_s * _mean_share(self.full, self.schedule.grids, self._together)
+        return self._mean_step_s(self.full, self.schedule.grids)
 
     @functools.cached_property
     def full_step_s(self) -> float:
@@ -266,7 +266,7 @@ class Forecast:
         schedule = self.schedule
         if not schedule.crop_grids:
             return self.whole_step_s
-        crop_s = self.full.step_s * _mean_share(self.full, schedule.crop_grids, self._together)
+        crop_s = self._mean_step_s(self.full, schedule.crop_grids)
         return crop_s + (self.whole_step_s - crop_s) / schedule.whole_every
 
     @functools.cached_property
@@ -274,13 +274,7 @@ class Forecast:
         """Seconds of a coarse step, likewise; 0 without any."""
         if self.coarse is None:
             return 0.0
-        grids = self.schedule.coarse_grids
-        return self.coarse.step_s * _mean_share(self.coarse, grids, self._together)
-
-    @property
-    def _together(self) -> int:
-        """Cases that are computed at a time, by all workers."""
-        return self.full.job.micro * self.workers
+        return self._mean_step_s(self.coarse, self.schedule.coarse_grids)
 
     @property
     def epoch_s(self) -> Optional[float]:
@@ -342,6 +336,26 @@ class Forecast:
         """Seconds of the network's pass over a whole case, which one worker computes."""
         return FORWARD_SHARE * step_s / self.full.job.batch * self.workers * windows
 
+    def _mean_step_s(self, step: Estimate, grids: Sequence[Shape3]) -> float:
+        """Mean seconds of a step on these grids, the smallest first, over draws of as many cases as
+        all workers compute at a time, of which the largest decides."""
+        if not grids:
+            return step.step_s
+
+        @functools.cache
+        def seconds_on(grid: Shape3) -> float:
+            return seconds_of_step(dataclasses.replace(step.job, shape=grid), step.constants)
+
+        together = self.full.job.micro * self.workers
+        every = -(-len(grids) // PRICED)
+        priced = grids[every // 2 :: every]
+        count = len(priced)
+        seconds = 0.0
+        for index, grid in enumerate(priced):
+            share = ((index + 1) / count) ** together - (index / count) ** together
+            seconds += share * seconds_on(grid)
+        return step.step_s * seconds / seconds_on(step.job.shape)
+
     def to_json(self) -> Dict[str, Any]:
         """A step's memory and time, for the log and the report to compare with the measured
         ones."""
@@ -368,23 +382,3 @@ class Forecast:
         if self.coarse:
             content["coarse"] = self.to_json()["coarse"]
         return content
-
-
-def _mean_share(step: Estimate, grids: Sequence[Shape3], together: int) -> float:
-    """Seconds of a step on these grids, the smallest first, as a share of those on its own: the
-    mean over draws of so many cases `together`, of which the largest decides."""
-    if not grids:
-        return 1.0
-
-    @functools.cache
-    def seconds_on(grid: Shape3) -> float:
-        return seconds_of_step(dataclasses.replace(step.job, shape=grid), step.constants)
-
-    every = -(-len(grids) // PRICED)
-    priced = grids[every // 2 :: every]
-    count = len(priced)
-    seconds = 0.0
-    for index, grid in enumerate(priced):
-        share = ((index + 1) / count) ** together - (index / count) ** together
-        seconds += share * seconds_on(grid)
-    return seconds / seconds_on(step.job.shape)

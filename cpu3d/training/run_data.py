@@ -10,7 +10,6 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tupl
 import tensorflow as tf
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.region import round_up
 from cpu3d.data.sampling import ALL, Share, VolumeSampling, case_at, volume_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_extent, case_region
@@ -112,7 +111,7 @@ class RunData:
         `validation`."""
         record = self._store.cases("val")[held_out]
         extent = self.config.extent
-        size = round_up(case_extent(record, extent), self.config.unet.divisors)
+        size = self.config.grid_of(case_extent(record, extent))
         region = case_region(record, size, extent)
         sides = zip(region.padding(record.shape), region.size)
         x, y, z = (slice(before, size - after) for (before, after), size in sides)

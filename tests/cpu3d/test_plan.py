@@ -486,6 +486,7 @@ def test_most_steps_are_on_crops_where_labels_are_small_in_thick_slices(
     crop_share = (64 * 64) / (160 * 144)
     seen = 6 * (1 + crop_share * (whole_every - 1)) / whole_every  # in whole steps
     assert plan.config.full_steps(6) == pytest.approx(seen)
+    assert plan.steps_per_epoch == len(store.manifest.split["train"]) * round(6 / seen)
     for figure in ("upper_bound_bytes", "postprocessing_s"):
         assert getattr(forecast, figure) == getattr(of_whole.forecast, figure)
 
@@ -622,7 +623,7 @@ def test_whole_and_patch_runs_share_everything_else(planned):
     patch = planned(mode="patch", patch=[16, 16, 32]).config
     # 3 patches have the voxels of a volume of 36 x 44 x 36: an epoch sees as much
     assert patch == dataclasses.replace(
-        whole, mode="patch", grid=(16, 16, 32), patches_per_case=round(math.prod(whole.grid) / 8192)
+        whole, mode="patch", grid=(16, 16, 32), samples_per_case=round(math.prod(whole.grid) / 8192)
     )
 
 

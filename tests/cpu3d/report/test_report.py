@@ -158,7 +158,7 @@ def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictur
         "optimizer muon, rate 0.02 at its peak, cosine decay",
     ):
         assert part in text
-    patch = {"mode": "patch", "grid": (8, 8, 16), "patches_per_case": 4}
+    patch = {"mode": "patch", "grid": (8, 8, 16), "samples_per_case": 4}
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
     for part in ("a patch of 8 x 8 x 16 voxels", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
