@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.data.fold import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.sampling import VolumeSampling
-from cpu3d.data.store import Store, case_extent, open_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.windows import window_count
 from cpu3d.decisions import (
     check_device,
@@ -141,7 +141,7 @@ class Plan:
             scored_voxels=scored_voxels,
             grids=() if config.is_patch else tuple(grids_of(config, store)),
             whole_every=config.whole_every,
-            crop_grids=() if config.whole_every == 1 else tuple(crop_grids_of(config, store)),
+            crop_grids=tuple(grids_of(config, store, is_crop=True)) * (config.whole_every > 1),
         )
         if not config.coarse_steps:
             return schedule
@@ -342,16 +342,10 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 # --- What the estimator is asked ---
 
 
-def grids_of(config: RunConfig, store: Store) -> List[Shape3]:
-    """The grids of whole training cases, the smallest first."""
-    extents = [case_extent(record, config.extent) for record in store.cases("train")]
-    return sorted(map(config.grid_of, extents), key=math.prod)
-
-
-def crop_grids_of(config: RunConfig, store: Store) -> List[Shape3]:
-    """The grids of crops around the labels of training cases, the smallest first."""
-    crops = VolumeSampling(config.extent, multiple=config.unet.divisors, is_crop=True)
-    return sorted(map(crops.grid_of, store.cases("train")), key=math.prod)
+def grids_of(config: RunConfig, store: Store, *, is_crop: bool = False) -> List[Shape3]:
+    """The grids of whole training cases, or of crops around their labels, the smallest first."""
+    volumes = VolumeSampling(config.extent, multiple=config.unet.divisors, is_crop=is_crop)
+    return sorted(map(volumes.grid_of, store.cases("train")), key=math.prod)
 
 
 def smaller_grids(config: RunConfig) -> List[Tuple[str, Shape3]]:

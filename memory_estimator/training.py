@@ -207,11 +207,11 @@ class Forecast:
         cases, each with its name; none if all have the largest."""
         grids = self.schedule.grids
         crops = self.schedule.crop_grids
-        if not grids or (grids[0] == grids[-1] and not crops):
-            return []
-        named = [("smallest case", grids[0]), ("median case", grids[len(grids) // 2])]
+        named = []
         if crops:
-            named.insert(0, ("median crop", crops[len(crops) // 2]))
+            named.append(("median crop", crops[len(crops) // 2]))
+        if grids and grids[0] != grids[-1]:
+            named += [("smallest case", grids[0]), ("median case", grids[len(grids) // 2])]
         job = self.full.job
         accuracy = self.full.accuracy
         steps = []

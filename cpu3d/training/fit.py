@@ -238,14 +238,15 @@ class Fit:
         end = self.step + 1 + max(TIMED_STEPS, learner.config.whole_every)
         micro_batches = data.training(self.step, end, self._watchdog.phase)
         before = learner.arrays()
-        steps_s = []
-        voxels = []
+        seconds = 0.0
+        voxels = 0
         for step in range(self.step, end):
-            _, seconds = self._compute(learner, micro_batches, rate=0.0)
-            steps_s.append(seconds)
-            voxels.append(data.voxels(step))
+            _, step_s = self._compute(learner, micro_batches, rate=0.0)
+            if step > self.step:
+                seconds += step_s
+                voxels += data.voxels(step)
         learner.restore(before)
-        return sum(steps_s[1:]) / sum(voxels[1:]) * data.mean_voxels
+        return seconds / voxels * data.mean_voxels
 
     # --- Steps ---
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Union
 
@@ -50,21 +51,26 @@ def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
     """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or
     database; "" is none. When MLflow fails, nothing more is sent to it, with one line on stderr;
     the training goes on."""
-    import tensorflow as tf
-    from tensorboard.plugins.hparams import api
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.plugins.hparams.api import hparams_pb
+    from tensorboard.plugins.scalar.summary import scalar_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     named = parameters(config)
-    writer = tf.summary.create_file_writer(str(run / "tensorboard"))
-    with writer.as_default(step=0):
-        api.hparams(named, trial_id=run.resolve().name)
+    # tf.summary would keep some KiB of every step in the process.
+    writer = EventFileWriter(str(run / "tensorboard"))
+
+    def write(summary: Any, step: int) -> None:
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    write(hparams_pb(named, trial_id=run.resolve().name), 0)
     server = _Mlflow(mlflow)
     server.call(_open_run, run, named, mlflow)
 
     def track(event: Mapping[str, Any]) -> None:
         values = scalars(event)
-        with writer.as_default(step=event["step"]):
-            for name, value in values.items():
-                tf.summary.scalar(name, value)
+        for name, value in values.items():
+            write(scalar_pb(name, value), event["step"])
         server.call(_log_metrics, values, event["step"])
 
     try:

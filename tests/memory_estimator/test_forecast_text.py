@@ -12,7 +12,7 @@ from memory_estimator.training import Schedule
 from models.config import UNetConfig
 
 GIB = 2**30
-SCALE = Scale(1.5, True, 2, "2026-11-28", "96 x 96 x 96 in bfloat16")
+SCALE = Scale(1.5, 2, "2026-11-28", "96 x 96 x 96 in bfloat16")
 MEASURED = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
 """Of a kind whose errors are known on the host of "avx512_bf16"."""
 

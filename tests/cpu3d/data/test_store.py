@@ -31,7 +31,7 @@ def test_a_case_without_a_label_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda content: content.update(schema=1), "of schema 2, got schema 1"),
+        (lambda content: content.update(schema=1), "of schema 3, got schema 1"),
         (lambda content: content.pop("labels"), "complete"),
         (lambda content: content["split"]["val"].append("a"), "got a split of other cases"),
         (lambda content: content["cases"].update(a="0"), r"a\.json must .*, got other bytes"),

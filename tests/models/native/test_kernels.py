@@ -42,7 +42,7 @@ MORE = [
     *(((2, 3, 4, 7), 40, 40, threads) for threads in THREADS),
 ]
 # Root mean square errors relative to the size of a sum:
-EXACT = 2e-6  # float32
+EXACT = 3e-6  # float32, all of it added up by a single thread
 ROUNDED = 2.2e-3  # a bfloat16 map
 ROUNDED_PRODUCTS = 5e-3  # bfloat16 products as well
 
