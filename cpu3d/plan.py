@@ -141,8 +141,10 @@ class Plan:
             scored_voxels=scored_voxels,
             grids=() if config.is_patch else tuple(grids_of(config, store)),
             whole_every=config.whole_every,
-            crop_grids=tuple(grids_of(config, store, is_crop=True)) * (config.whole_every > 1),
         )
+        if config.whole_every > 1:
+            crops = tuple(grids_of(config, store, is_crop=True))
+            schedule = dataclasses.replace(schedule, crop_grids=crops)
         if not config.coarse_steps:
             return schedule
         first = config.at(0)

@@ -18,7 +18,8 @@ def basis_of(forecast: Forecast) -> str:
     is known; scaled to other steps on this host; or as for another host."""
     if forecast.full.bound("step_s"):
         return "predicted"
-    return "calibrated" if forecast.full.constants.scales else "uncalibrated"
+    scale = forecast.full.constants.scale(forecast.full.job.unet.dtype)
+    return "calibrated" if scale else "uncalibrated"
 
 
 def steps_table(forecast: Forecast) -> Table:

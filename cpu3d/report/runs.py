@@ -342,7 +342,7 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
 
 
 def _seen(config: RunConfig, start: Mapping[str, Any]) -> str:
-    """The grids of steps, how much of them belongs to cases, and the size of their voxels."""
+    """The grids of steps, and the size of their voxels."""
     words = f"a patch of {by(config.grid, ' x ')} voxels"
     if not config.is_patch:
         words = f"whole volumes of {start.get('grids', NOT_KNOWN)} voxels"

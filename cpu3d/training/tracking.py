@@ -76,7 +76,8 @@ def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
     try:
         yield track
     finally:
-        writer.close()
+        with contextlib.suppress(Exception):  # of a full disk, which the log has met before
+            writer.close()
         server.call(_end_run)
 
 
