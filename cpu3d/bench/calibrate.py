@@ -113,6 +113,7 @@ def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], hos
     shipped = constants_of(host)
     base = dataclasses.replace(shipped, l2_bytes=host.l2_bytes or shipped.l2_bytes)
     today = datetime.date.today().isoformat()
+    threads = measured[0][0].threads  # as all have
     kept = like_shipped(host)
     times: Dict[str, List[float]] = {}
     more: Dict[str, List[int]] = {}
@@ -123,7 +124,7 @@ def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], hos
     for dtype, ratios in times.items():
         scale = min(max(statistics.median(ratios), 1 / FURTHEST), FURTHEST)
         name = f"{by(SHAPE, ' x ')} in {dtype}"
-        kept["scales"][dtype] = dataclasses.asdict(Scale(scale, job.threads, today, name))
+        kept["scales"][dtype] = dataclasses.asdict(Scale(scale, threads, today, name))
     moved = {
         engine: base.baseline_bytes[engine] + round(statistics.fmean(sizes))
         for engine, sizes in more.items()
