@@ -15,7 +15,7 @@ from cpu3d.data.augment import AUGMENTS
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.region import NO_GRID, Shape3
-from cpu3d.data.store import Store, case_extent, check_names
+from cpu3d.data.store import Store, case_box, check_names
 from cpu3d.data.stores.store_decisions import (
     augment_of_store,
     curriculum_of_store,
@@ -134,9 +134,12 @@ def _levels(
         return depth, settings.unet.strides, {}
     if settings.init:
         source = network_of_init(settings.init)
-        if is_open or source.depth == depth:
-            line = strides_line(source.every_stride, f"those of --init {settings.init}")
-            return source.depth, source.strides, {"strides": line}
+        given = source.every_stride
+        if source.averages:
+            given = (source.average, *given)
+        if is_open or len(given) + 1 == depth:
+            line = strides_line(given, f"those of --init {settings.init}")
+            return len(given) + 1, given, {"strides": line}
     shape = median_extent(store, settings.extent)
     what = "the median case"
     if settings.is_patch:
@@ -189,25 +192,23 @@ def _with_grid(
         curriculum, why = curriculum_of_store(store, median, unet, config.is_patch)
         reasons["curriculum"] = f"curriculum {curriculum}: {why}"
     coarse_shape = NO_GRID
-    if curriculum != "off":
+    if curriculum == "all":
+        if config.is_patch or unet.depth == 2:
+            raise InputError(
+                "--curriculum must be half or off for patches and for 2 levels, got all; choose one"
+            )
+        unet = unet.averaging()
+    elif curriculum == "half":
         coarse = coarse_grid(median, stride, divisors)
         if not coarse.is_possible:
-            halved = zip("XYZ", stride, divisors)
-            below = [f"{2 * divisor} along {axis}" for axis, step, divisor in halved if step == 2]
             raise InputError(
-                f"--curriculum must be off if half of {by(median)} is below {' or '.join(below)}, "
-                f"got {curriculum}, a grid of {by(coarse.grid)}; leave it out, or choose a smaller "
-                "--depth"
+                f"--curriculum must be off if half of {by(median)} has a single voxel along an "
+                f"axis at the deepest level, got half, a grid of {by(coarse.grid)}; leave it out, "
+                "or choose a smaller --depth"
             )
         coarse_shape = coarse_grid(extent, stride, divisors).grid
         if not config.is_patch:
             coarse_shape = shape3(map(operator.mul, coarse_shape, stride))
-    if curriculum == "all":
-        if config.is_patch:
-            raise InputError("--curriculum must be half or off for patches, got all; choose one")
-        unet = dataclasses.replace(unet, average=stride)
-        grid = coarse_shape
-        coarse_shape = NO_GRID
     return dataclasses.replace(
         config,
         unet=unet,
@@ -240,7 +241,7 @@ def largest_extent(store: Store, config: RunConfig) -> Shape3:
     """Voxels X, Y, Z of the case whose grid is the largest, without what it is rounded up by; the
     largest along each axis for a micro-batch of several cases, which have one grid, and for
     patches."""
-    extents = [case_extent(record, config.extent) for record in store.manifest.cases]
+    extents = [case_box(record, config.extent).size for record in store.manifest.cases]
     if config.micro > 1 or config.is_patch:
         return shape3(map(max, zip(*extents)))
     return max(extents, key=lambda extent: math.prod(config.grid_of(extent)))

@@ -10,7 +10,7 @@ from typing import List, Sequence, Tuple
 
 from cpu3d.data.cases.notes import absence_line, absent_regions, left_out_of_mean
 from cpu3d.data.labels import mirror_pair
-from cpu3d.data.store import case_extent
+from cpu3d.data.store import case_box
 from cpu3d.data.stores.store_decisions import grids_text
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu, card_of, check_card
@@ -85,7 +85,7 @@ def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if not plan.config.is_patch:
         extent = plan.config.extent
         cases = plan.store.manifest.cases
-        largest = max(cases, key=lambda case: math.prod(case_extent(case, extent)))
+        largest = max(cases, key=lambda case: math.prod(case_box(case, extent).size))
         other = "take --mode patch or a store of a larger --spacing"
         todo = f"leave out {largest.case_id}, the largest case, {other}, {todo}"
     raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")

@@ -192,6 +192,12 @@ class UNetConfig:
         first = NO_AXIS if level == IMAGE_LEVEL else self.average
         return shape3(map(math.prod, zip(first, *map(self.stride, range(level)))))
 
+    def averaging(self) -> "UNetConfig":
+        """The network with means of the image in place of its finest level."""
+        rest = self.every_stride[1:]
+        average = self.stride(0)
+        return dataclasses.replace(self, depth=self.depth - 1, strides=rest, average=average)
+
     @property
     def divisors(self) -> Shape3:
         """The sides X, Y, Z of the input must be multiples of these."""

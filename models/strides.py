@@ -164,12 +164,11 @@ class CoarseGrid(NamedTuple):
 
     grid: Shape3  # voxels X, Y, Z that the network sees
     is_possible: bool  # whether each axis that it halves keeps two voxels at the deepest level
-    pays: bool  # whether it has LEAST_COARSE_VOXELS
 
     @property
     def is_taken(self) -> bool:
         """Whether a run has coarse steps if no setting says so."""
-        return self.is_possible and self.pays
+        return self.is_possible and math.prod(self.grid) >= LEAST_COARSE_VOXELS
 
 
 def coarse_grid(extent: Shape3, stride: Shape3, divisors: Shape3) -> CoarseGrid:
@@ -180,7 +179,7 @@ def coarse_grid(extent: Shape3, stride: Shape3, divisors: Shape3) -> CoarseGrid:
     is_possible = all(
         step == 1 or side >= 2 * divisor for side, step, divisor in zip(grid, stride, divisors)
     )
-    return CoarseGrid(grid, is_possible, math.prod(grid) >= LEAST_COARSE_VOXELS)
+    return CoarseGrid(grid, is_possible)
 
 
 def axes_text(stride: Shape3) -> str:

@@ -19,14 +19,12 @@ from cpu3d.data.region import (
     EXTENTS,
     Region,
     Shape3,
-    centred,
     is_integer,
     require,
     round_up,
-    whole,
     xyz,
 )
-from cpu3d.data.store import case_region
+from cpu3d.data.store import case_box, case_region
 
 T = TypeVar("T")
 MASK = 2**64 - 1
@@ -104,7 +102,7 @@ class VolumeSampling:
 
     def box_of(self, record: CaseRecord) -> Region:
         """What of a case its volume holds: its extent, of which a crop is the box of the labels."""
-        extent = record.box if self.extent == "brain" else whole(record.shape)
+        extent = case_box(record, self.extent)
         if not self.is_crop or record.label_box is None:
             return extent
         start = xyz(side - LABEL_MARGIN for side in record.label_box.start)
@@ -236,8 +234,8 @@ def _picked(choices: Sequence[T], unit: float) -> T:
 def _starts(record: CaseRecord, kind: str, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
     """Return the first and the last start of a patch of `shape` along each axis: within the extent
     of this kind, or the one around a shorter extent."""
-    extent = record.box if kind == "brain" else whole(record.shape)
-    around = centred(extent, shape, record.shape)
+    extent = case_box(record, kind)
+    around = case_region(record, shape, kind)
     starts = []
     for axis, size in enumerate(shape):
         low = extent.start[axis]

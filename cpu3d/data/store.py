@@ -186,16 +186,15 @@ def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
 def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:
     """The least size (X, Y, Z) that holds every case: the largest box, or grid, of the store along
     each axis, rounded up."""
-    extents = [case_extent(record, extent) for record in store.manifest.cases]
+    extents = [case_box(record, extent).size for record in store.manifest.cases]
     return round_up(xyz(map(max, zip(*extents))), multiple)
 
 
-def case_extent(record: CaseRecord, extent: str) -> Shape3:
-    """Voxels X, Y, Z of a case's content box, or of its whole grid."""
-    return record.box.size if extent == "brain" else record.shape
+def case_box(record: CaseRecord, extent: str) -> Region:
+    """A case's content box, or its whole grid."""
+    return record.box if extent == "brain" else whole(record.shape)
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:
     """The region of `size` around a case's content box, or around its whole grid."""
-    inner = record.box if extent == "brain" else whole(record.shape)
-    return centred(inner, size, record.shape)
+    return centred(case_box(record, extent), size, record.shape)

@@ -11,7 +11,7 @@ from typing import Any, Optional, Sequence, Tuple
 
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.store import case_extent
+from cpu3d.data.store import case_box
 from cpu3d.data.windows import window_count
 from cpu3d.errors import DoesNotFitError
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, status_sizes
@@ -105,7 +105,7 @@ class Forecaster:
         normalised_bytes = 0  # of the scores, before that
         seconds = WRITTEN_S * math.prod(record.scored_shape)
         for config in self._configs:
-            grid = config.grid_of(case_extent(record, config.extent))
+            grid = config.grid_of(case_box(record, config.extent).size)
             window = window_of(config, self._inference) or (config.grid if in_windows else grid)
             window = shape3(map(min, window, grid))
             threads = self._host.usable_cores

@@ -13,7 +13,7 @@ from cpu3d.data.cases.resample import rows_for, to_source_grid
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste
-from cpu3d.data.store import case_extent, case_region
+from cpu3d.data.store import case_box, case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
 from cpu3d.host.gpu import fits_memory
@@ -106,7 +106,7 @@ class Predictor:
     def region(self, record: CaseRecord) -> Region:
         """The box of a case that is predicted, in the voxels of its image, padding included."""
         config = self.config
-        size = config.grid_of(case_extent(record, config.extent))
+        size = config.grid_of(case_box(record, config.extent).size)
         return case_region(record, size, config.extent)
 
     def _logits(self, image, window: Optional[Shape3]) -> np.ndarray:

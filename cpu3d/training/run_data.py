@@ -12,7 +12,7 @@ import tensorflow as tf
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import ALL, Share, VolumeSampling, case_at, volume_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
-from cpu3d.data.store import Store, case_extent, case_region
+from cpu3d.data.store import Store, case_box, case_region
 from cpu3d.settings import RunConfig
 
 # Patches prepared at a time if a card computes and the CPU is free for them.
@@ -111,7 +111,7 @@ class RunData:
         `validation`."""
         record = self._store.cases("val")[held_out]
         extent = self.config.extent
-        size = self.config.grid_of(case_extent(record, extent))
+        size = self.config.grid_of(case_box(record, extent).size)
         region = case_region(record, size, extent)
         sides = zip(region.padding(record.shape), region.size)
         x, y, z = (slice(before, size - after) for (before, after), size in sides)

@@ -283,7 +283,15 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(planned, priced):
         ({**PATCH, "batch": 29}, "^--batch must be at most the 28 patches .*, got 29"),
         ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must .*, got --steps 3"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
-        ({"depth": 5, "curriculum": "half"}, "--curriculum must be off .*32 along Y.*, got half"),
+        (
+            {"depth": 5, "curriculum": "half"},
+            "--curriculum must be off .* single voxel .*, got",
+        ),
+        ({**PATCH, "curriculum": "all"}, "--curriculum must be half or off for patches"),
+        (
+            {"depth": 2, "curriculum": "all"},
+            "--curriculum must be half or off .* 2 levels, got all",
+        ),
         ({"workers": 3, "batch": 4}, "^--batch must be a multiple of the 3 workers, got 4"),
         (
             {"workers": 2, "batch": 4, "micro_batch": 4},
@@ -428,18 +436,19 @@ def test_most_steps_are_coarse_where_the_grid_allows(planned, settings, coarse, 
 
 
 @pytest.mark.parametrize(
-    ("spacing_mm", "curriculum", "average"),
+    ("spacing_mm", "curriculum", "network"),
     [
-        (THICK, "all", (2, 2, 1)),
-        ((1.0, 1.0, 2.0), "half", (1, 1, 1)),
+        (THICK, "all", [(2, 2, 1), 2]),  # the mean is in place of the finest of three levels
+        ((1.0, 1.0, 2.0), "half", [(1, 1, 1), 3]),
     ],
 )
 def test_thick_slices_are_learnt_at_half_resolution_throughout(
-    plan_with, spacing_mm, curriculum, average
+    plan_with, spacing_mm, curriculum, network
 ):
     store = of_voxels(in_boxes(*[(158, 144, 14)] * 4), *spacing_mm)
     plan = plan_with(store=store, depth=3, steps=6)
-    assert (plan.config.curriculum, plan.config.unet.average) == (curriculum, average)
+    unet = plan.config.unet
+    assert (plan.config.curriculum, [unet.average, unet.depth]) == (curriculum, network)
     rates = {"all": (0.01, 0.1, 0.02), "half": (0.02, 0.1, 0.02)}
     typed = plan_with(store=store, depth=3, steps=6, learning_rate=0.02)
     of_sgd = plan_with(store=store, depth=3, steps=6, optimizer="sgd")
@@ -447,11 +456,6 @@ def test_thick_slices_are_learnt_at_half_resolution_throughout(
     assert made == rates[curriculum]
     assert plan.config.grid == plan.forecast.full.job.shape == (160, 144, 14)
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
-
-
-def test_patches_are_not_averaged(planned):
-    with pytest.raises(InputError, match="--curriculum must be half or off"):
-        planned(**PATCH, curriculum="all")
 
 
 @pytest.mark.parametrize(

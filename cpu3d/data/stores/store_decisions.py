@@ -20,7 +20,7 @@ from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
 from cpu3d.data.sampling import WHOLE_EVERY, VolumeSampling
-from cpu3d.data.store import Store, case_extent
+from cpu3d.data.store import Store, case_box
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
@@ -65,7 +65,6 @@ def decisions_of(store: Store) -> List[DecidedRow]:
     curriculum, why_halved = curriculum_of_store(store, median, unet)
     rows = [DecidedRow("half resolution", curriculum, why_halved)]
     if curriculum == "all":
-        unet = dataclasses.replace(unet, average=unet.stride(0))
         whole_every, _, why_cropped = whole_every_of_store(store, "brain", unet)
         rows.append(DecidedRow("whole volumes", f"1 step of {whole_every}", why_cropped))
     multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
@@ -155,7 +154,7 @@ def median_extent(store: Store, extent: str) -> Shape3:
     """The median voxels X, Y, Z of the cases as `extent` cuts them, by which a network's levels and
     strides are decided, as in nnU-Net."""
     deciding = _of_splits(store.manifest, *DECIDING)
-    sides = zip(*(case_extent(record, extent) for record in deciding))
+    sides = zip(*(case_box(record, extent).size for record in deciding))
     return shape3(round(statistics.median(lengths)) for lengths in sides)
 
 

@@ -68,9 +68,7 @@ def started(plan):
 
 
 def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_path):
-    """By a network that averages, too."""
-    more = {"dtype": "bfloat16", "policy": "lean", "curriculum": "all"}
-    plan = plan_from(source, phantom_store, tmp_path, **more)
+    plan = plan_from(source, phantom_store, tmp_path, dtype="bfloat16", policy="lean")
     learner, _ = started(plan)
     np.testing.assert_equal(learner.weights(), dict(weights(source, "best")))
     record = plan.config.init_record

@@ -66,7 +66,7 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
     [
         {"batch": 2, "micro_batch": 2, "seed": 1},
         {"batch": 2, "micro_batch": 1},
-        {"batch": 2, "micro_batch": 2, "curriculum": "all", "whole_every": 3},
+        {"batch": 2, "micro_batch": 2, "curriculum": "all", "whole_every": 3, "depth": 3},
         {"mode": "patch", "patch": (16, 16, 16)},
     ],
 )
