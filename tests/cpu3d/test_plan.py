@@ -289,6 +289,7 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(planned, priced):
             {"workers": 2, "batch": 4, "micro_batch": 4},
             "^--micro-batch must divide the 2 volumes of a worker, got 4",
         ),
+        ({**PATCH, "curriculum": "all"}, "--curriculum must be half or off"),
         ({**PATCH, "patch": [16, 18, 16]}, "^--patch 16 18 16 must .* 4, .*; give 16 20 16$"),
     ],
 )
@@ -447,11 +448,6 @@ def test_thick_slices_are_learnt_at_half_resolution_throughout(
     assert made == rates[curriculum]
     assert plan.config.grid == plan.forecast.full.job.shape == (160, 144, 14)
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
-
-
-def test_patches_are_not_averaged(planned):
-    with pytest.raises(InputError, match="--curriculum must be half or off"):
-        planned(**PATCH, curriculum="all")
 
 
 @pytest.mark.parametrize(
@@ -625,6 +621,15 @@ def test_whole_and_patch_runs_share_everything_else(planned):
     assert patch == dataclasses.replace(
         whole, mode="patch", grid=(16, 16, 32), samples_per_case=round(math.prod(whole.grid) / 8192)
     )
+    plan = planned(**PATCH, curriculum="half", batch=2)
+    assert plan_lines(plan, HOST)[1:4] == [
+        "input:   patch, 16 x 16 x 16 of 24 x 32 x 32 to 24 x 36 x 32, 24 x 36 x 32 in the median "
+        "(brain), 7 of a case an epoch, FLAIR, T1w, t1gd, T2w -> WT, TC, ET",
+        "network: unet3d, 3 levels, 4 filters, instance norm, float32, policy speed, 0 GFLOP a "
+        "full step",
+        "run:     42 steps, 14 an epoch, 35 of them on 8 x 8 x 8; batch 2, 1 at a time, 1 worker "
+        "on cpu",
+    ]
 
 
 def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store, planned):

@@ -68,7 +68,7 @@ while len(list(folder.iterdir())) < int(folder.with_name("jobs").read_text()):
 
 def fails(after_s, code):
     """Its last words are more than `launch` shows."""
-    words = "'.\\n' * 12 + 'error: no case is left'"
+    words = "'.\\n\\n' * 12 + 'error: no case is left'"
     return f"import time; time.sleep({after_s}); print({words}); exit({code})"
 
 

@@ -150,7 +150,7 @@ def test_another_comparison_a_second_process_or_a_damaged_plan_is_refused(
 
 def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     assert compare(*chosen) == 0
-    assert "Differences to whole" in capsys.readouterr().out
+    assert "0 / 1 / 0" in capsys.readouterr().out, "better, worse and equal cases"
     content = results(out)
     assert (content["baseline"], list(content["variants"])) == ("whole", ["whole", "patch"])
     difference = content["differences"]["patch"]["ET"]

@@ -188,6 +188,7 @@ def test_a_dry_run_has_the_plan_and_how_all_patients_come_into_the_folds(
     said = capsys.readouterr().out
     assert re.search(r"1 test case .*untouched.*--split 1 0 0", said)
     assert "for all 2 folds" in said
+    assert re.search("2/2 +to train +3 +2 +300 ", said)
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert not (tmp_path / "folds").exists()

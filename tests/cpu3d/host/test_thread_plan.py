@@ -101,6 +101,7 @@ def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_p
         assert sorted(cpu for plan in plans for cpu in plan.cpus) == sorted(core_of)
         assert all(plan.intra_op == len({core_of[cpu] for cpu in plan.cpus}) for plan in plans)
         assert max(threads) - min(threads) <= 1
+    assert workers == host.usable_cores
 
 
 # --- The host ---

@@ -20,6 +20,7 @@ from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.trained_weights import run_weights
+from cpu3d.run.transfer import init_rows
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
 from models.weights import network_weights
@@ -102,8 +103,11 @@ def test_other_orders_and_a_new_channel_change_no_answer_and_new_regions_are_fre
         is_fresh = np.equal(learner.weights()[name], fresh[name]).reshape(-1, 3).all(0)
         assert is_fresh.tolist() == [False, True, False]
     record = plan.config.init_record
-    assert (record.new_channels, record.new_regions) == (("T2w",), ("ET",))
-    assert record.fresh_layers == ("head1",)
+    assert init_rows(record)[1:4] == [
+        ("layers", f"{record.layers - 1} of {record.layers}; fresh: head1"),
+        ("channels", "T1w, FLAIR taken by name; T2w new, zero at first"),
+        ("regions", "TC, WT taken by name; ET new, fresh"),
+    ]
 
 
 def test_a_run_that_shares_no_channel_has_a_fresh_first_convolution(
@@ -126,7 +130,8 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     settings = {**OPTIONS, "norm": "batch", "batch": 2}
     config = decided(phantom_store, tmp_path / "none", **settings)
     source = written_weights(config, tmp_path / "source")
-    new = {**settings, "steps": 3, "init": str(source), "freeze": "encoder"}
+    init = str(weights_file(source, "best"))
+    new = {**settings, "steps": 3, "init": init, "freeze": "encoder"}
     assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, done=2, **new)
     old = weights(source, "best")
     last = weights(tmp_path / "whole")

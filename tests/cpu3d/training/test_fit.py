@@ -79,8 +79,10 @@ def test_steps_count_the_voxels_of_their_grids(phantom_store, tmp_path, how):
         seen = sum(map(np.size, images)) / 4
         voxels.append(seen / math.prod(fit.config.unet.average))
     plain = start(phantom_store, tmp_path / "plain", augment="off", **how)
-    *_, (image, _) = plain.data.training(step, step + 1)
+    batches = plain.data.training(step, step + 1)
+    *_, (image, _) = batches
     assert np.any(image != images[-1])
+    assert batches.waited_s() > batches.waited_s() == 0
     assert fit.data.mean_voxels == np.mean(voxels)
     fit.run()
     assert [step["voxels"] for step in steps_of(tmp_path)] == voxels
@@ -204,6 +206,15 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(
     with pytest.raises(DivergedError, match=rf"{rule}.*--learning-rate 0\.005"):
         fit.run()
     assert newest(tmp_path).state["step"] == 2
+
+
+def test_the_last_stop_of_several_that_workers_ask_for_counts(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path)
+    asked = np.array([0.0, 15.0, 2.0])
+    change_third_step(fit, monkeypatch, lambda made: dataclasses.replace(made, notes=asked))
+    with pytest.raises(Interrupted, match="after step 3") as stopped:
+        fit.run()
+    assert stopped.value.exit_code == 143
 
 
 @pytest.mark.parametrize("loss", [11.0, np.nan])

@@ -207,12 +207,6 @@ def test_a_folder_of_data_or_of_another_program_is_refused_and_left_as_it_is(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
 
 
-def test_a_run_that_cannot_be_written_is_refused(refused, tmp_path):
-    run = tmp_path / "run"
-    run.write_text("a file")
-    assert f"{run} must be a folder to write to, got a file" in refused()
-
-
 def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys):
     options = ["--filters", "4", "--depth", "3", "--steps", "4", "--dry-run"]
     command = words(phantom_store, tmp_path / "run", *options)

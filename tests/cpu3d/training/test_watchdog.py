@@ -44,7 +44,9 @@ def test_the_run_goes_on_stops_or_ends(samples, limits, action):
     """After the last of (own, free) in MiB of a machine of 16 GiB."""
     floor = MemoryFloor(**limits)
     for own, free in samples:
-        stop, end = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
+        stop, end = floor.judge(
+            Sample({MACHINE: Room(free * MIB, 16 * GIB)}, (own - 50) * MIB, 50 * MIB)
+        )
     assert (bool(stop), bool(end)) == (action == "stop", action == "end")
 
 
