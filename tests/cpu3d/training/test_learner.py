@@ -1,8 +1,10 @@
 """A batch in micro-batches is the batch: the same gradients and weights to rounding."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
+from cpu3d.errors import InputError
 from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner
 from models.config import UNetConfig
@@ -117,3 +119,5 @@ def test_arrays_stay_as_they_were_while_training_goes_on():
     assert learned.largest_bytes == max(array.nbytes for array in after.values())
     learned.restore(held)
     np.testing.assert_equal(copied(learned), before)
+    with pytest.raises(InputError, match=r"must hold this run's .* got others for \['updates'\]"):
+        learned.restore({**held, "updates": held["model/000"]})
