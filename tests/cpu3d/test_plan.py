@@ -392,7 +392,7 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
         (50, {}, AUGMENTS["light"]),
         (60, {"fold": "1/2"}, AUGMENTS["cutmix"]),  # of 68
         (54, {"fold": "3/5"}, AUGMENTS["cutmix"]),  # as 1/5 and 2/5: 49, 49, 50, 50, 50 of 62
-        (49, {"augment": "light"}, AUGMENTS["light"]),
+        (49, {"augment": "nnunet"}, AUGMENTS["nnunet"]),
         (49, {"recipe": "demo"}, AugmentConfig(gain=0.05, offset=0.05)),
     ],
 )
@@ -403,6 +403,7 @@ def test_few_cases_are_mixed_unless_the_augmentation_is_chosen(planned, cases, s
     plan = planned(store=Store(Path("store"), manifest), **settings)
     assert plan.config.augment == augment
     assert plan.job.mixed == (augment.cutmix > 0)
+    assert plan.job.reworked == augment.needs_volume
 
 
 # --- The curriculum ---

@@ -159,6 +159,7 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     assert difference["dice"]["worse"] == difference["hd95_mm"]["worse"] == content["cases"]
     page = re.sub(r">\s+<", "><", (out / "report.html").read_text())
     assert "<td>mode</td><td>whole</td><td>patch</td>" in page
+    assert re.search(r"voxels seen</td>(<td[^>]*>0\.2 M</td>){2}", page)
     for title in ("every case, mean", "over voxels", "over seconds"):
         assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', page), title
     assert str(out) not in page, "it names no folder of the machine"

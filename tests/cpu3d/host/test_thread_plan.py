@@ -113,8 +113,3 @@ def test_a_host_is_read_as_it_was_written(topology, tmp_path):
     host = dataclasses.replace(topology.host, available_bytes=in_kib * 1024)
     write_tree(tmp_path, topology)
     assert read_topology(tmp_path) == dataclasses.replace(topology, host=host)
-
-
-def test_outside_linux_there_is_one_socket(tmp_path):
-    topology = read_topology(tmp_path)
-    assert len(topology.cores) == topology.host.cores

@@ -19,8 +19,13 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     assert settings.hparams["learning_rate"].number_value == 0.01
     assert settings.hparams["unet.norm"].string_value == "instance"
+    assert "region_codes" not in settings.hparams
     names = set(read.PluginRunToTagToContent("scalars")[run])
-    assert {"step/loss", "validation/mean_dice", "validation/dice/ET"} <= names
+    assert " ".join(sorted(names)) == (
+        "step/dice/ET step/dice/TC step/dice/WT step/learning_rate step/loss step/step_s "
+        "step/voxels step/wait_s validation/dice/ET validation/dice/TC validation/dice/WT "
+        "validation/loss validation/mean_dice"
+    )
     assert [point.step for point in read.Tensors(run, "validation/dice/ET")] == [4, 8]
 
 
