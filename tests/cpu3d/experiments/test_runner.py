@@ -165,3 +165,4 @@ def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_no
     path.write_text(scores)
     save_checkpoint(folder / "checkpoints" / "best.npz", {}, {"step": 5})
     assert not has_current_scores(folder, "test", TOLERANCE_MM)
+    assert not PlannedRun("a", folder, ()).has_rules

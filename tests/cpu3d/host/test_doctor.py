@@ -118,6 +118,8 @@ def test_memory_and_threads_are_those_of_each_worker():
     host = dataclasses.replace(SMALL.host, available_bytes=12 * GIB)
     topology = dataclasses.replace(SMALL, host=host)
     assert {state for state, _ in checks_of(topology).values()} == {"ok"}
+    old = dataclasses.replace(SMALL, host=dataclasses.replace(host, isa=()))
+    assert checks_of(old)["instruction set"][0] == "note", "without AVX2 there is nothing to do"
     few = "6.00 GiB for each of 2 workers"
     assert checks_of(topology, workers=2)["free memory"] == ("warn", few)
     uneven = "3 to 4 threads: all wait for the slowest"

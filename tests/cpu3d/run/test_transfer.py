@@ -201,9 +201,10 @@ def test_what_are_no_weights_is_refused_before_anything_is_written(
 
 def test_weights_beside_the_config_of_another_network_are_refused(source):
     config = load_config(source)
-    other = dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8))
-    with pytest.raises(InputError, match=r"must hold the weights of its run's config\.json"):
-        run_weights(other, weights_file(source, "best"))
+    wide = dataclasses.replace(config.unet, filters=8)
+    for changes in ({"unet": wide}, {"regions": ("WT",)}):
+        with pytest.raises(InputError, match=r"must hold the weights of its run's config\.json"):
+            run_weights(dataclasses.replace(config, **changes), weights_file(source, "best"))
 
 
 def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp_path):
