@@ -609,7 +609,9 @@ def test_what_a_run_does_besides_its_full_steps_follows_from_its_cases(planned):
     assert patches.windows == 5 * 3 * 3  # of the median case
     assert patches.extra.volume_shape == (64, 48, 40)
     unseen = Store(store.folder, dataclasses.replace(store.manifest, split={**split, "val": ()}))
-    assert planned(store=unseen, **PATCH).schedule.extra.volume_shape is None
+    plan = planned(store=unseen, **PATCH)
+    assert plan.schedule.extra.volume_shape is None
+    assert "the last weights count as the best" in "".join(plan_lines(plan, HOST))
 
 
 # --- Patches ---

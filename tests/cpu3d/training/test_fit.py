@@ -134,7 +134,7 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
         patch.setattr(fit_module, "time", clock)
         scores_are(patch, 1, 1, 1, then=lambda: taken_s.append(1000))
         start(phantom_store, tmp_path, epochs=1).run()
-    assert newest(tmp_path).state["trained_s"] == 1020
+    assert newest(tmp_path).state["trained_s"] == read_events(tmp_path)[-1]["seconds"] == 1020
     fit = budgeted(phantom_store, tmp_path, monkeypatch)
     fit.fit_budget()
     # 20 and 109 of the 190 s are gone; of the 8 steps that are left 6 fit.
