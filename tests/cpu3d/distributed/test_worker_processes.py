@@ -156,7 +156,7 @@ def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code)
 def test_who_does_not_end_is_made_to(job, monkeypatch):
     monkeypatch.setattr(worker_processes, "GRACE_S", 0.2)
     error = failure([job(0, DEAF), job(1, fails(0.5, 1))])
-    assert re.match(r"worker 1 on (.*\n)+.*worker 0 SIGKILL", str(error))
+    assert re.match(r"worker 1 on (.*\n)+.*worker 0 SIGKILL \(killed by", str(error))
 
 
 # --- By heartbeats ---

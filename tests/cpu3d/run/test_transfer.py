@@ -156,6 +156,7 @@ def test_a_run_that_has_begun_keeps_its_start_and_needs_its_weights_no_more(
     phantom_store, source, tmp_path
 ):
     init = shutil.copytree(source, tmp_path / "init")
+    (init / "checkpoints/best.npz").unlink()  # then its last weights are taken
 
     def go(**settings):
         return train(phantom_store.folder, tmp_path / "run", settings=settings).init_record
