@@ -105,6 +105,7 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     assert decided["chosen"]["rules"]["WT"], "the islands of all folds together"
     train_all(folder)
     assert commands.seen() == [], "all is done"
+    assert " scored   " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cut_at", [0, 3])  # in the first training, in the last scoring
