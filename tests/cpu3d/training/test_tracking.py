@@ -18,7 +18,7 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
     content = read.SummaryMetadata(run, "_hparams_/session_start_info").plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     assert settings.hparams["learning_rate"].number_value == 0.01
-    assert settings.hparams["unet.norm"].string_value == "instance"
+    assert settings.hparams["regions"].string_value == "WT TC ET"
     assert "region_codes" not in settings.hparams
     names = set(read.PluginRunToTagToContent("scalars")[run])
     assert " ".join(sorted(names)) == (
