@@ -31,7 +31,7 @@ from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
 from memory_estimator.job import Job
-from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
+from memory_estimator.planner import check_patch, gpu_bytes, usual_patch
 from memory_estimator.sources import read_run
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
@@ -185,7 +185,7 @@ def test_another_split_is_another_run_and_one_without_a_checkpoint_is_planned_an
     first, *rest = phantom_store.manifest.cases
     other = (dataclasses.replace(first, image_voxels_sha256="0" * 64), *rest)
     changed = Store(phantom_store.folder, remake(phantom_store.manifest, cases=other))
-    with pytest.raises(InputError, match="split_hash"):
+    with pytest.raises(InputError, match=r"split_hash .*; take the store that the run was"):
         planned(store=changed)
     shutil.rmtree(tmp_path / "checkpoints")
     again = planned(store=changed, filters=8)
@@ -297,6 +297,7 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(planned, priced):
             {"workers": 2, "batch": 4, "micro_batch": 4},
             "^--micro-batch must divide the 2 volumes of a worker, got 4",
         ),
+        ({**PATCH, "curriculum": "all"}, "--curriculum must be half or off"),
         ({**PATCH, "patch": [16, 18, 16]}, "^--patch 16 18 16 must .* 4, .*; give 16 20 16$"),
     ],
 )
@@ -399,7 +400,7 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
         (50, {}, AUGMENTS["light"]),
         (60, {"fold": "1/2"}, AUGMENTS["cutmix"]),  # of 68
         (54, {"fold": "3/5"}, AUGMENTS["cutmix"]),  # as 1/5 and 2/5: 49, 49, 50, 50, 50 of 62
-        (49, {"augment": "light"}, AUGMENTS["light"]),
+        (49, {"augment": "nnunet"}, AUGMENTS["nnunet"]),
         (49, {"recipe": "demo"}, AugmentConfig(gain=0.05, offset=0.05)),
     ],
 )
@@ -410,6 +411,7 @@ def test_few_cases_are_mixed_unless_the_augmentation_is_chosen(planned, cases, s
     plan = planned(store=Store(Path("store"), manifest), **settings)
     assert plan.config.augment == augment
     assert plan.job.mixed == (augment.cutmix > 0)
+    assert plan.job.reworked == augment.needs_volume
 
 
 # --- The curriculum ---
@@ -616,7 +618,9 @@ def test_what_a_run_does_besides_its_full_steps_follows_from_its_cases(planned):
     assert patches.windows == 5 * 3 * 3  # of the median case
     assert patches.extra.volume_shape == (64, 48, 40)
     unseen = Store(store.folder, dataclasses.replace(store.manifest, split={**split, "val": ()}))
-    assert planned(store=unseen, **PATCH).schedule.extra.volume_shape is None
+    plan = planned(store=unseen, **PATCH)
+    assert plan.schedule.extra.volume_shape is None
+    assert "the last weights count as the best" in "".join(plan_lines(plan, HOST))
 
 
 # --- Patches ---
@@ -629,6 +633,15 @@ def test_whole_and_patch_runs_share_everything_else(planned):
     assert patch == dataclasses.replace(
         whole, mode="patch", grid=(16, 16, 32), samples_per_case=round(math.prod(whole.grid) / 8192)
     )
+    plan = planned(**PATCH, curriculum="half", batch=2)
+    assert plan_lines(plan, HOST)[1:4] == [
+        "input:   patch, 16 x 16 x 16 of 24 x 32 x 32 to 24 x 36 x 32, 24 x 36 x 32 in the median "
+        "(brain), 7 of a case an epoch, FLAIR, T1w, t1gd, T2w -> WT, TC, ET",
+        "network: unet3d, 3 levels, 4 filters, instance norm, float32, policy speed, 0 GFLOP a "
+        "full step",
+        "run:     42 steps, 14 an epoch, 35 of them on 8 x 8 x 8; batch 2, 1 at a time, 1 worker "
+        "on cpu",
+    ]
 
 
 def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store, planned):
@@ -646,9 +659,8 @@ def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store
 def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, patch):
     divisors = UNetConfig(depth=depth).divisors
     grid = tuple(divisor * n for divisor, n in zip(divisors, sides))
-    for shape in (*patch_shapes(grid, divisors), usual_patch(grid, divisors)):
-        # What a card is given, thin volumes whole, is what may be asked for.
-        check_patch(shape, grid, divisors)
+    # What a CPU is given, thin volumes whole, is what may be asked for.
+    check_patch(usual_patch(grid, divisors), grid, divisors)
     try:
         check_patch(patch, grid, divisors)
     except ValueError as error:

@@ -2,13 +2,21 @@
 
 import json
 import math
+import sys
 
 import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.bench import step_costs
-from cpu3d.bench.harness import in_fresh_process
-from cpu3d.bench.step_costs import StepOptions, measure, request_for, requested, step_table
+from cpu3d.bench.harness import ProcessFailedError, in_fresh_process, run_command
+from cpu3d.bench.step_costs import (
+    StepOptions,
+    measure,
+    request_for,
+    requested,
+    row_of,
+    step_table,
+)
 from cpu3d.data.region import round_up
 from cpu3d.errors import InputError
 from memory_estimator.calibration import shipped_constants
@@ -37,9 +45,16 @@ def test_a_step_is_measured_and_recorded(tmp_path, capsys):
     assert 0 < row["allocator_peak_bytes"] < row["process_peak_bytes"]
     assert 0 < row["predicted"]["process_peak_bytes"] < row["predicted"]["upper_bound_bytes"]
     (kept,) = read_records(record, "policies")
-    own, predicted = step_table(kept).rows
-    assert (own[0], predicted[0]) == ("lean", "predicted")
-    assert own[2] == f"{row['process_peak_bytes'] / 2**30:.2f}"
+    assert [cells[0] for cells in step_table(kept).rows] == ["lean", "predicted"]
+    several = [
+        {"step_s": n, "allocator_peak_bytes": n * 2**30, "process_peak_bytes": 2**31}
+        for n in (1, 9, 2)
+    ]
+    row = {**row_of("lean", "policy", several), "predicted": None}
+    table = step_table({**kept, "rows": [row]})
+    assert table.rows == [["lean", "9.00", "2.00", "-", "2.00"]]
+    step = "32 x 32 x 32 x 4, 8 filters, batch 2 (1 at a time), float32, instance norm, "
+    assert table.title.startswith(step)
 
 
 def test_the_step_of_a_store_is_that_of_the_run_that_is_planned_on_it(phantom_store):
@@ -66,6 +81,16 @@ def test_small_steps_take_the_memory_that_is_predicted(more, capsys):
     # The most of five steps: each began with another layout, and one took 16 % more than another.
     predicted = row["predicted"]["allocator_peak_bytes"]
     assert row["allocator_peak_bytes"] == pytest.approx(predicted, rel=0.02)
+
+
+def test_the_result_is_the_last_line_of_json_of_a_process_that_succeeds():
+    def ended(code):
+        script = "print('{}\\n{\"a\": 1}\\n{an end'); exit(%d)"
+        return run_command([sys.executable, "-c", script % code], "it")
+
+    assert ended(0) == {"a": 1}
+    with pytest.raises(ProcessFailedError, match=r"^it must end .*, got exit code 3: {an end"):
+        ended(3)
 
 
 @pytest.mark.slow  # a process of its own: stock TensorFlow takes no order that is not given

@@ -117,12 +117,6 @@ def test_workers_of_another_cluster_are_sent_away(three):
     assert "worker 1" in str(chief)
 
 
-def test_a_plan_that_does_not_end_is_not_read_on(three, monkeypatch):
-    monkeypatch.setattr(rendezvous, "PLAN_BYTES", 2**15)
-    for error in meeting_of([three.of_rank(rank) for rank in range(3)], limit_s=1)[1:]:
-        assert isinstance(error, WorkerLostError)
-
-
 @pytest.mark.parametrize("text", [b'{"rank": [1]}\n', b"\xff" * 9000])
 def test_whoever_says_other_things_at_the_port_is_not_counted(three, monkeypatch, text):
     monkeypatch.setattr(rendezvous, "HELLO_S", 0.3)

@@ -85,6 +85,7 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
     assert sd == pytest.approx(0.5 / 3 / 2**0.5), "of two values that differ by 0.5 in a region"
     largest = [name for name, cost in patch["costs"].items() if cost == 2**50]
     assert largest == ["train_peak_bytes", "allocator_peak_bytes", "predict_peak_bytes"]
+    assert patch["costs"]["train_s"] > 2**48, "of two the median is the mean"
     (line,) = read_records(record, "compare")
     assert str(tmp_path) not in json.dumps(line), "a record names no folder"
     page = comparisons_markdown([line, line])
@@ -115,7 +116,7 @@ def test_a_dry_run_writes_nothing_and_a_damaged_case_is_named_before_anything_is
 ):
     words = ["--store", tiny_store.folder, "--out", out, *SMALL, *WHOLE]
     assert compare(*words, "--dry-run") == 0
-    assert "whole" in capsys.readouterr().out
+    assert "1 variant x 3 seeds, each for " in capsys.readouterr().out
     os.truncate(next((tiny_store.folder / "cases").glob("e.x.*")), 100)
     with pytest.raises(InputError, match=r"e\.x\.npy must be \d+ bytes long, got 100"):
         compare(*words)
@@ -150,7 +151,7 @@ def test_another_comparison_a_second_process_or_a_damaged_plan_is_refused(
 
 def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     assert compare(*chosen) == 0
-    assert "Differences to whole" in capsys.readouterr().out
+    assert "0 / 1 / 0" in capsys.readouterr().out, "better, worse and equal cases"
     content = results(out)
     assert (content["baseline"], list(content["variants"])) == ("whole", ["whole", "patch"])
     difference = content["differences"]["patch"]["ET"]
@@ -159,6 +160,7 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     assert difference["dice"]["worse"] == difference["hd95_mm"]["worse"] == content["cases"]
     page = re.sub(r">\s+<", "><", (out / "report.html").read_text())
     assert "<td>mode</td><td>whole</td><td>patch</td>" in page
+    assert re.search(r"voxels seen</td>(<td[^>]*>0\.2 M</td>){2}", page)
     for title in ("every case, mean", "over voxels", "over seconds"):
         assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', page), title
     assert str(out) not in page, "it names no folder of the machine"

@@ -105,6 +105,7 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     assert decided["chosen"]["rules"]["WT"], "the islands of all folds together"
     train_all(folder)
     assert commands.seen() == [], "all is done"
+    assert " scored   " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cut_at", [0, 3])  # in the first training, in the last scoring
@@ -188,6 +189,7 @@ def test_a_dry_run_has_the_plan_and_how_all_patients_come_into_the_folds(
     said = capsys.readouterr().out
     assert re.search(r"1 test case .*untouched.*--split 1 0 0", said)
     assert "for all 2 folds" in said
+    assert re.search("2/2 +to train +3 +2 +300 ", said)
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert not (tmp_path / "folds").exists()

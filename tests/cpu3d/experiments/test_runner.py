@@ -38,7 +38,9 @@ def program(monkeypatch):
     ("code", "words", "why"),
     [(4, "loss must be finite, got nan", "train diverged"), (-9, "SIGKILL", "train ended with")],
 )
-def test_the_last_words_of_a_process_that_fails_say_why(program, tmp_path, code, words, why):
+def test_the_last_words_of_a_process_that_fails_say_why(
+    program, tmp_path, capsys, code, words, why
+):
     end = f"sys.exit({code})" if code > 0 else "os.kill(os.getpid(), 9)"
     program(f"import os, sys; print('epoch 1'); print({words!r}, file=sys.stderr); {end}")
     log = tmp_path / "log.txt"
@@ -48,6 +50,10 @@ def test_the_last_words_of_a_process_that_fails_say_why(program, tmp_path, code,
     assert caught.value.exit_code == max(code, 1)
     assert why in caught.value.why
     assert str(log) in str(caught.value)
+    program("")
+    call(["train"], log, "a: train", steps=3)
+    shown = capsys.readouterr().err
+    assert [part in shown for part in ("0/1", "3/3")] == [True, True], "steps of each"
 
 
 WAITS = """
@@ -165,3 +171,4 @@ def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_no
     path.write_text(scores)
     save_checkpoint(folder / "checkpoints" / "best.npz", {}, {"step": 5})
     assert not has_current_scores(folder, "test", TOLERANCE_MM)
+    assert not PlannedRun("a", folder, ()).has_rules

@@ -61,6 +61,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
         voxels[name] = variant.steps * sample
         assert abs(voxels[name] - voxels["whole"]) <= sample
     assert planned["whole"].steps == 7 * 4
+    assert planned["two"].row[:6] == ["two", "16x16x16", "2", "94", "0.8 M", "speed"]
     halved = courses(phantom_store, {"a": SMALL, "b": {**SMALL, "curriculum": "half"}}, 7)
     # 80 of them at 12 x 20 x 16 of 24 x 36 x 32 voxels
     assert halved["b"].steps == 97

@@ -14,7 +14,7 @@ from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check
 from cpu3d.host.thread_plan import THREADS, describe, read_topology, thread_plan, thread_plans
 from models.native.library import NativeOperations
-from tests.cpu3d.host.hosts import GIB, PAPER, SMALL, SNC4, XEON, masked
+from tests.cpu3d.host.hosts import GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
 from tests.cpu3d.runs import run_command
 
 
@@ -118,6 +118,8 @@ def test_memory_and_threads_are_those_of_each_worker():
     host = dataclasses.replace(SMALL.host, available_bytes=12 * GIB)
     topology = dataclasses.replace(SMALL, host=host)
     assert {state for state, _ in checks_of(topology).values()} == {"ok"}
+    old = dataclasses.replace(SMALL, host=dataclasses.replace(host, isa=()))
+    assert checks_of(old)["instruction set"][0] == "note", "without AVX2 there is nothing to do"
     few = "6.00 GiB for each of 2 workers"
     assert checks_of(topology, workers=2)["free memory"] == ("warn", few)
     uneven = "3 to 4 threads: all wait for the slowest"
@@ -128,7 +130,7 @@ def test_memory_and_threads_are_those_of_each_worker():
 
 
 def test_the_description_says_what_is_in_force(monkeypatch):
-    host = dataclasses.replace(XEON.host, cpu_quota=7.0)
+    host = QUOTA.host
     plan = thread_plan(host)
     # one that is no number of threads is not warned of
     own = {**plan.environment, "OMP_NUM_THREADS": "1", "KMP_BLOCKTIME": "200"}
@@ -136,7 +138,12 @@ def test_the_description_says_what_is_in_force(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5}, raising=False)
     *lines, warning = describe(host, plan, "TensorFlow 2.15.1, oneDNN")
-    for words in ("quota 7 CPUs", "TensorFlow 2.15.1", "=1, KMP_BLOCKTIME=200", "CPUs: 0-2,5"):
-        assert words in "\n".join(lines)
-    assert "warning" not in "".join(lines)
+    assert lines[:3] == [
+        "host: 64 cores of a cloud, 64 cores on 1 socket and 1 NUMA node, 64 CPUs, quota 7 CPUs, "
+        "no fast bfloat16",
+        "memory: 256.00 GiB, limit 32.00 GiB, 28.00 GiB free",
+        "engine: TensorFlow 2.15.1, oneDNN",
+    ]
+    assert "=1, KMP_BLOCKTIME=200" in lines[3]
+    assert lines[4:] == ["CPUs: 0-2,5"]
     assert warning.startswith("warning: OMP_NUM_THREADS must be 7")

@@ -119,15 +119,6 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypat
     assert (checkpoint.state["step"], checkpoint.damaged) == (2, {})
 
 
-def test_a_bit_flipped_in_an_array_is_found_before_it_is_needed(run):
-    path = newest(run).path
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    checkpoint = newest(run)
-    assert (checkpoint.state["step"], list(checkpoint.damaged)) == (1, [path])
-
-
 def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(run, monkeypatch):
     def denied(*_):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -2,7 +2,6 @@
 still takes."""
 
 import json
-import re
 
 import pytest
 
@@ -30,7 +29,7 @@ STEP = {
     "voxels": 8,
     "step_s": 2,
     "wait_s": 0.5,
-    "rss_bytes": 9,
+    "rss_bytes": 9 * 2**10,
 }
 END = {"event": "end", "step": 3, "reason": "finished", "seconds": 20.0, "peak_rss_bytes": None}
 SCORE = {"event": "validation", "step": 2, "mean_dice": 0.5, "seconds": 3.0}
@@ -124,14 +123,22 @@ def test_a_last_line_without_its_line_break_is_kept_and_gets_one(tmp_path):
 # --- What is shown, costs and pace ---
 
 
-def test_the_speed_that_is_shown_is_that_of_steps_that_do_not_compile(tmp_path, capsys):
+def test_events_are_shown_with_the_speed_of_steps_that_do_not_compile(tmp_path, capsys):
     seconds = (60.0, 3.0, 2.0, 4.0)
     with shown(tmp_path, steps=4, done=0, steps_per_epoch=1, batch=2) as show:
         for number, step_s in enumerate(seconds, start=1):
             show({**STEP, "step": number, "epoch": number - 1, "step_s": step_s})
-    lines = capsys.readouterr().err.splitlines()
-    speeds = [re.search(r"([\d.]+) s/volume", line) for line in lines]
-    assert [found and found[1] for found in speeds] == [None, "1.50", "1.25", "1.50"]
+        show({**SCORE, "dice": STEP["dice"], "cases": 3, "best": True})
+        show({**END, "peak_rss_bytes": 2**30})
+    state = "loss 0.500  WT 0.500  "
+    assert capsys.readouterr().err.splitlines() == [
+        f"epoch 1, step 1: {state}9 KiB  - left",
+        f"epoch 2, step 2: {state}1.50 s/volume  9 KiB  6 s left",
+        f"epoch 3, step 3: {state}1.25 s/volume  9 KiB  2.5 s left",
+        f"epoch 4, step 4: {state}1.50 s/volume  9 KiB",
+        "validation after step 2: Dice WT 0.500 on 3 whole volumes, 3.0 s, best so far",
+        "finished after step 3: 20 s of steps, validations and saves, peak 1.00 GiB",
+    ]
 
 
 def test_costs_are_of_coarse_steps_and_full_ones_apart():
@@ -147,7 +154,7 @@ def test_costs_are_of_coarse_steps_and_full_ones_apart():
         validation_s=3,
         checkpoint_s=1.5,
         train_s=20,
-        peak_rss_bytes=9,
+        peak_rss_bytes=9 * 2**10,
         allocator_peak_bytes=None,
     )
     assert History(events).mean_step_s(2, coarse=True) == 1
@@ -164,12 +171,12 @@ def steps(first, *seconds):
     [
         ([], None),
         ([START], 5.0),  # as predicted, before there are steps
-        ([START, *steps(21, 60.0)], 5.0),  # the first one compiles
+        ([START, *steps(21, 60.0, 1e8, 1e8, 1e8)], None),  # decades are not known
         ([START, *steps(21, 60.0, 2.0, 3.0)], 5.0),  # too few
         ([START, *steps(21, 60.0, 1.0, 3.5, 1.5)], 2.0),
         # 3 s beside 4 steps. An earlier attempt does not count.
         ([START, *steps(21, 60, 9, 9), START, *steps(21, 60, 2, 2, 2), SCORE], 2.75),
-        ([{"event": "start", "step": 20}, *steps(21, 60.0)], None),
+        ([{"event": "start", "step": 20}, *steps(21, 60.0, 2.0)], 2.0),
     ],
 )
 def test_what_is_left_is_at_the_pace_of_the_last_attempt(events, step_s):

@@ -20,6 +20,7 @@ from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.trained_weights import run_weights
+from cpu3d.run.transfer import init_rows
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
 from models.weights import network_weights
@@ -100,8 +101,11 @@ def test_other_orders_and_a_new_channel_change_no_answer_and_new_regions_are_fre
         is_fresh = np.equal(learner.weights()[name], fresh[name]).reshape(-1, 3).all(0)
         assert is_fresh.tolist() == [False, True, False]
     record = plan.config.init_record
-    assert (record.new_channels, record.new_regions) == (("T2w",), ("ET",))
-    assert record.fresh_layers == ("head1",)
+    assert init_rows(record)[1:4] == [
+        ("layers", f"{record.layers - 1} of {record.layers}; fresh: head1"),
+        ("channels", "T1w, FLAIR taken by name; T2w new, zero at first"),
+        ("regions", "TC, WT taken by name; ET new, fresh"),
+    ]
 
 
 def test_a_run_that_shares_no_channel_has_a_fresh_first_convolution(
@@ -124,7 +128,8 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     settings = {**OPTIONS, "norm": "batch", "batch": 2}
     config = decided(phantom_store, tmp_path / "none", **settings)
     source = written_weights(config, tmp_path / "source")
-    new = {**settings, "steps": 3, "init": str(source), "freeze": "encoder"}
+    init = str(weights_file(source, "best"))
+    new = {**settings, "steps": 3, "init": init, "freeze": "encoder"}
     assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, done=2, **new)
     old = weights(source, "best")
     last = weights(tmp_path / "whole")
@@ -136,9 +141,9 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
 def test_freezing_needs_weights_to_start_from_that_know_all_channels(
     phantom_store, source, tmp_path
 ):
-    with pytest.raises(InputError, match="--init"):
+    with pytest.raises(InputError, match="--freeze encoder must come with --init, got none"):
         make_plan(phantom_store, tmp_path, HOST, {**OPTIONS, "freeze": "encoder"})
-    with pytest.raises(InputError, match="T2w"):
+    with pytest.raises(InputError, match=r"must come with channels that .*, got new T2w;"):
         plan_from(source, phantom_store, tmp_path, freeze="encoder", channels=["T2w"])
 
 
@@ -149,6 +154,7 @@ def test_a_run_that_has_begun_keeps_its_start_and_needs_its_weights_no_more(
     phantom_store, source, tmp_path
 ):
     init = shutil.copytree(source, tmp_path / "init")
+    (init / "checkpoints/best.npz").unlink()  # then its last weights are taken
 
     def go(**settings):
         return train(phantom_store.folder, tmp_path / "run", settings=settings).init_record
@@ -187,16 +193,17 @@ def test_what_are_no_weights_is_refused_before_anything_is_written(
     phantom_store, source, tmp_path, make
 ):
     path = make(source, tmp_path)
-    with pytest.raises(InputError, match=str(path)):
+    with pytest.raises(InputError, match=f"{path} must (be|hold) "):
         train(phantom_store.folder, tmp_path / "run", settings={**OF_SOURCE, "init": str(path)})
     assert not (tmp_path / "run").exists()
 
 
 def test_weights_beside_the_config_of_another_network_are_refused(source):
     config = load_config(source)
-    other = dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8))
-    with pytest.raises(InputError, match=r"must hold the weights of its run's config\.json"):
-        run_weights(other, weights_file(source, "best"))
+    wide = dataclasses.replace(config.unet, filters=8)
+    for changes in ({"unet": wide}, {"regions": ("WT",)}):
+        with pytest.raises(InputError, match=r"must hold the weights of its run's config\.json"):
+            run_weights(dataclasses.replace(config, **changes), weights_file(source, "best"))
 
 
 def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp_path):

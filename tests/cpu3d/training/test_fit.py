@@ -79,8 +79,10 @@ def test_steps_count_the_voxels_of_their_grids(phantom_store, tmp_path, how):
         seen = sum(map(np.size, images)) / 4
         voxels.append(seen / math.prod(fit.config.unet.average))
     plain = start(phantom_store, tmp_path / "plain", augment="off", **how)
-    *_, (image, _) = plain.data.training(step, step + 1)
+    batches = plain.data.training(step, step + 1)
+    *_, (image, _) = batches
     assert np.any(image != images[-1])
+    assert batches.waited_s() > batches.waited_s() == 0
     assert fit.data.mean_voxels == np.mean(voxels)
     fit.run()
     assert [step["voxels"] for step in steps_of(tmp_path)] == voxels
@@ -132,7 +134,7 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
         patch.setattr(fit_module, "time", clock)
         scores_are(patch, 1, 1, 1, then=lambda: taken_s.append(1000))
         start(phantom_store, tmp_path, epochs=1).run()
-    assert newest(tmp_path).state["trained_s"] == 1020
+    assert newest(tmp_path).state["trained_s"] == read_events(tmp_path)[-1]["seconds"] == 1020
     fit = budgeted(phantom_store, tmp_path, monkeypatch)
     fit.fit_budget()
     # 20 and 109 of the 190 s are gone; of the 8 steps that are left 6 fit.
@@ -206,21 +208,33 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(
     assert newest(tmp_path).state["step"] == 2
 
 
+def test_the_last_stop_of_several_that_workers_ask_for_counts(phantom_store, tmp_path, monkeypatch):
+    fit = start(phantom_store, tmp_path)
+    asked = np.array([0.0, 15.0, 2.0])
+    change_third_step(fit, monkeypatch, lambda made: dataclasses.replace(made, notes=asked))
+    with pytest.raises(Interrupted, match="after step 3") as stopped:
+        fit.run()
+    assert stopped.value.exit_code == 143
+
+
 @pytest.mark.parametrize("loss", [11.0, np.nan])
 def test_a_loss_that_diverges_ends_the_run_and_names_its_case(
     phantom_store, tmp_path, monkeypatch, loss
 ):
-    fit = start(phantom_store, tmp_path, steps=6, validations=1, batch=2, micro_batch=1)
+    fit = start(phantom_store, tmp_path, steps=6, validations=1, batch=4, micro_batch=2)
 
     def diverge(outcome):
         return dataclasses.replace(outcome, losses=np.array([outcome.losses[0], 2 * loss]))
 
     change_third_step(fit, monkeypatch, diverge)
-    case = fit.data.case_ids(2)[1]
-    with pytest.raises(DivergedError, match=rf"at step 3 on {case};.*--learning-rate 0.005,"):
+    cases = ", ".join(fit.data.case_ids(2)[2:])
+    with pytest.raises(
+        DivergedError, match=rf"^loss must be .* at most 10, got .* at step 3 on {cases};"
+    ):
         fit.run()
     seen = " ".join(step["case_id"] for step in steps_of(tmp_path)).split()
-    assert sorted(seen) == sorted(phantom_store.manifest.split["train"]), "two steps are an epoch"
+    of_epoch = phantom_store.manifest.split["train"]
+    assert sorted(seen) == sorted(2 * of_epoch), "each step is an epoch"
     assert newest(tmp_path).state["step"] == 2
     assert read_events(tmp_path)[-1]["event"] == "diverged"
 

@@ -20,7 +20,7 @@ from cpu3d.training.heartbeat_writer import HeartbeatWriter
         (None, 0, "finished"),
         (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
         (OSError(28, "Full", "a.npz"), 1, "a.npz must fit on its disk, got Full"),
-        (ValueError("no such"), 1, "ValueError: no such"),
+        (ValueError("no such\nmore"), 1, "ValueError: no such"),
     ],
 )
 def test_how_a_process_ends_is_noted(tmp_path, error, exit_code, reason):

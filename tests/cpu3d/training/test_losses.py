@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.losses import DiceCrossEntropy, RegionDice, hard_dice
+from cpu3d.training.losses import DiceCrossEntropy, RegionDice
 from models.config import UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.native import operations
@@ -122,12 +122,6 @@ def test_what_a_network_answers_where_voxels_are_ignored_changes_nothing(compute
         values.append((float(DiceCrossEntropy()(target, logits)), float(metric.result())))
     assert values[0] == values[1]
     assert values[0][1] == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "float32"])
-def test_hard_dice_is_of_a_target_of_any_type(dtype):
-    dice = hard_dice(tf.cast(volume([1, 1, 0, 0]), dtype), volume([3, -1, 0.5, 0]))
-    np.testing.assert_allclose(dice, [[2 * 1 / (2 + 3)]])
 
 
 def test_a_target_of_other_regions_is_refused():

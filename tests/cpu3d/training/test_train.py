@@ -207,12 +207,6 @@ def test_a_folder_of_data_or_of_another_program_is_refused_and_left_as_it_is(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
 
 
-def test_a_run_that_cannot_be_written_is_refused(refused, tmp_path):
-    run = tmp_path / "run"
-    run.write_text("a file")
-    assert f"{run} must be a folder to write to, got a file" in refused()
-
-
 def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys):
     options = ["--filters", "4", "--depth", "3", "--steps", "4", "--dry-run"]
     command = words(phantom_store, tmp_path / "run", *options)
@@ -247,6 +241,9 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     plan = json.loads((tmp_path / "plan.json").read_text())
     parts = (plan, plan["config"], plan["run"], plan["schedule"])
     assert [part["steps"] for part in parts] == 4 * [config.steps] == 4 * [4]
+    start = last_event(tmp_path, "start")
+    computed = {"workers": 1, "micro_batch": 1, "device": "cpu", "precision": "float32"}
+    assert start == {**start, **computed, "steps": 4, "coarse_steps": 0}
     beat = read_heartbeats(tmp_path)[0]
     longest_s = max(step["step_s"] for step in steps_of(tmp_path))
     assert (beat.steps, beat.longest_step_s) == (4, longest_s)
@@ -257,6 +254,8 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     assert plan["left_s"] == pytest.approx(plan["run"]["all_s"])
     train(phantom_store.folder, tmp_path, settings={"epochs": 2, "budget_minutes": 0.0})
     assert len(steps_of(tmp_path)) == 8
+    settings["validations"] = 1  # no epoch is needed for it
+    assert train(phantom_store.folder, tmp_path / "one", settings=settings).steps == 1
 
 
 # --- Memory ---

@@ -33,6 +33,7 @@ PLAN = {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}
         # Next to nothing, and less and less.
         ([(5000, 40), (5000, 20)], {}, "end"),
         ([(5000, 20), (5000, 20)], {}, "stop"),
+        ([(5000, 60), (5000, 40)], {"save_bytes": 100 * MIB}, "stop"),
         # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept.
         ([(1000, 5200), (6000, 110)], PLAN, ""),
         ([(1000, 5200), (6000, 90)], PLAN, "stop"),
@@ -44,7 +45,9 @@ def test_the_run_goes_on_stops_or_ends(samples, limits, action):
     """After the last of (own, free) in MiB of a machine of 16 GiB."""
     floor = MemoryFloor(**limits)
     for own, free in samples:
-        stop, end = floor.judge(Sample({MACHINE: Room(free * MIB, 16 * GIB)}, own * MIB))
+        stop, end = floor.judge(
+            Sample({MACHINE: Room(free * MIB, 16 * GIB)}, (own - 50) * MIB, 50 * MIB)
+        )
     assert (bool(stop), bool(end)) == (action == "stop", action == "end")
 
 
@@ -165,6 +168,7 @@ def test_a_run_that_is_over_is_neither_stopped_nor_ended(watchdog, stage):
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
     with noted_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.SIGTERM in stop

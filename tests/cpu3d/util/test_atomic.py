@@ -130,7 +130,7 @@ def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(path):
     ("code", "kind", "problem"),
     [
         (errno.EACCES, InputError, "got Permission denied; choose another, or change its perm"),
-        (errno.ENOSPC, NoRoomError, "must fit on its disk, got No space .*; free space there"),
+        (errno.EDQUOT, NoRoomError, "must fit on its disk, got Disk quota .*; free space there"),
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_refused_with_what_to_do(

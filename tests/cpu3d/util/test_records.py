@@ -1,13 +1,12 @@
-"""Records of measurements: appended, read by kind, the newest of each job; damage is refused with
-its line."""
+"""Records of measurements: appended, and read by kind."""
 
 from pathlib import Path
 
 import pytest
 
-from cpu3d.errors import InputError, NoRoomError
+from cpu3d.errors import NoRoomError
 from cpu3d.util.records import append_record, listed, plus_minus
-from records.files import newest, read_records
+from records.files import read_records
 
 
 def test_records_are_appended_and_read_by_their_kind(tmp_path):
@@ -22,20 +21,6 @@ def test_records_are_appended_and_read_by_their_kind(tmp_path):
 def test_a_full_disk_is_named_with_what_to_do():
     with pytest.raises(NoRoomError, match=r"^/dev/full must fit on its disk, .*; free space there"):
         append_record(Path("/dev/full"), "step", {"step_s": 1})
-
-
-def test_the_newest_of_a_key_counts_in_the_place_of_the_first():
-    assert newest([1, 12, 3, 14], lambda number: number % 10 == 2) == [14, 12]
-
-
-@pytest.mark.parametrize("line", ["{", "3", '{"schema": 7, "kind": "step"}'])
-def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
-    path = tmp_path / "r.jsonl"
-    append_record(path, "step", {"step_s": 1})
-    with path.open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(InputError, match="jsonl:2 must"):
-        read_records(path, "step")
 
 
 def test_lists_and_deviations_are_written_for_a_reader():
