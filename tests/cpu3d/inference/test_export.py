@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
@@ -224,16 +223,6 @@ def test_a_given_case_and_the_last_weights_without_rules_of_the_best(tiny, store
     assert about["verification"]["case_id"] == "b"
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert "best weights" in about["postprocessing"]["off"]
-
-
-def test_a_full_disk_is_named_and_leaves_an_empty_folder(tiny, tmp_path, monkeypatch, capsys):
-    def full(*about, **more):
-        raise tf.errors.ResourceExhaustedError(None, None, "x; No space left on device")
-
-    monkeypatch.setattr(tf.saved_model, "save", full)
-    assert export_run(tiny, "savedmodel", tmp_path / "out") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(refused, tiny, store, tmp_path):

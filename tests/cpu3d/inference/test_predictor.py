@@ -95,21 +95,6 @@ def test_left_and_right_of_a_pair_are_not_exchanged_by_mirror_images(record, ima
     assert differences() > 1e-3
 
 
-def test_one_network_takes_cases_of_any_size(record, networks, monkeypatch):
-    built = []
-
-    def build(*arguments, **how):
-        built.append(build_unet3d(*arguments, **how))
-        return built[-1]
-
-    monkeypatch.setattr(predictor_module, "build_unet3d", build)
-    predictor = networks()
-    for shape in ((8, 8, 8), (5, 8, 12), (80, 12, 1)):  # larger than trained on, and one slice
-        image = np.zeros((*shape, len(predictor.channels)), np.int16)
-        assert predictor.probabilities(image, of_shape(record, shape)).shape[:3] == shape
-    assert len(built) == 1
-
-
 def test_a_network_that_has_diverged_is_named_with_the_case(record, image, networks):
     predictor = networks(window=(16, 16, 16))
     predictor.weights[-1] = np.full_like(predictor.weights[-1], np.nan)

@@ -122,13 +122,6 @@ def test_one_process_at_a_time_decides_or_scores(run, folder, command):
     command(run)
 
 
-def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
-    write_weights(tiny_run)
-    predictor.error = AssertionError("asked")
-    assert choose_rules(tiny_run).cases == 1
-    assert "2 labelled validation cases" in applied(tiny_run).off
-
-
 @pytest.mark.parametrize(
     ("spoil", "got"),
     [
