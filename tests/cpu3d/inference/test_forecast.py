@@ -77,8 +77,6 @@ def test_what_does_not_fit_is_answered_in_windows_or_refused(config, record):
     assert little.seconds > alone.seconds
     assert str(little).startswith("320 x 320 x 320 voxels, in windows, ")
     assert not forecaster(config, free_bytes=1.11 * alone.peak_bytes).forecast(record).in_windows
-    with pytest.raises(DoesNotFitError):  # a window that was chosen stays
-        forecaster(config, free_bytes=alone.peak_bytes, window=SIZE).forecast(record)
     with pytest.raises(DoesNotFitError, match=rf"case {record.case_id} must leave"):
         forecaster(config, free_bytes=2**29).forecast(record)
 

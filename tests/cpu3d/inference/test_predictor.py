@@ -49,11 +49,8 @@ def test_a_window_as_large_as_the_volume_is_one_pass(record, image, networks):
 def test_an_image_smaller_than_the_window_is_predicted_with_zeros_up_to_a_multiple(
     record, image, networks
 ):
-    box, size = record.box, (11, 19, 9)
-    middle = Region(
-        tuple(a + n // 2 - want // 2 for a, n, want in zip(box.start, box.size, size)), size
-    )
-    image = crop(image, middle)
+    size = (11, 19, 9)
+    image = crop(image, centred(record.box, size, record.shape))
     small = of_shape(record, size)
     predictor = networks(window=(16, 16, 16))
     region = predictor.region(small)

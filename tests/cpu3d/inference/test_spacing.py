@@ -19,12 +19,10 @@ from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.run_rules import choose_rules
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
-from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config, save_config
-from memory_estimator.training import JUDGED_BYTES
 from tests.cpu3d.conftest import FakePredictor
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
-from tests.cpu3d.runs import HOST, run_command, start
+from tests.cpu3d.runs import run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
 
 FOLDS = [
@@ -64,28 +62,14 @@ class Perfect(FakePredictor):
         return np.stack(answers, -1)
 
 
-def test_the_bound_counts_the_answers_that_post_processing_is_decided_on(tmp_path):
-    """They are on the sources' grids, whatever the steps see: 60 x 50 x 40 instead of 48 x 40 x 32
-    voxels."""
-    spaced_set(tmp_path / "data", dict.fromkeys("abcde", (0.8, 0.8, 0.8)))
-    options = {"workers": 1, "fractions": (3, 2, 0), "spacing": (1.0, 1.0, 1.0)}
-    prepare(tmp_path / "data", tmp_path / "store", **options)
-    chosen = {"steps": 4, "device": "cpu", "patch": (32, 32, 28), "mode": "patch"}
-    store = open_store(tmp_path / "store")
-    plan = make_plan(store, tmp_path / "run", HOST, chosen)
-    memory = {part.name: part.bytes for part in plan.forecast.full.extra}
-    held = memory["post-processing"] + memory["whole volumes"]
-    assert held >= (4 * len(store.manifest.regions) + JUDGED_BYTES) * 60 * 50 * 40
-
-
-@pytest.mark.parametrize(("split", "least"), [("test", 0.98), ("val", 0.95), ("train", 0.97)])
+@pytest.mark.parametrize("split", ["test", "val", "train"])
 def test_a_perfect_answer_scores_on_the_source_s_grid_what_the_way_back_leaves(
-    store, run, data, tmp_path, split, least
+    store, run, data, tmp_path, split
 ):
     config = load_config(run)
     predictor = Perfect(store, config.codes_by_region, config.label_names, config.store_channels)
     scores = evaluate_split(predictor, store, split, tmp_path, about={})
-    assert scores["mean_dice"] > least
+    assert scores["mean_dice"] > 0.95
     folder = next(tmp_path.rglob("predictions"))
     for case in scores["cases"]:
         case_id = case["case_id"]

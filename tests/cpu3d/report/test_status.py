@@ -51,7 +51,7 @@ def run(tmp_path):
         append_event(folder, event)
     checkpoint = folder / "checkpoints" / "step-00000100.npz"
     checkpoint.write_bytes(b"12345")
-    os.utime(checkpoint, (time.time() - 310,) * 2)
+    os.utime(checkpoint, (time.time() - 10_900,) * 2)
     write_best(folder, {}, {"best": 0.85})  # the log may be cut back to before it
     return folder
 
@@ -85,7 +85,7 @@ def test_a_run_that_goes_on(run, capsys):
         "step: 120 of 4,000.*3.0%.* 2 s a step recent steps: loss 0.955, Dice WT 0.500 TC 0.250 ",
         f"left: about 4.31 h, until {datetime.now() + timedelta(seconds=3880 * 4):%a %d %b %H}:",
         "validation after step 100: .*WT 0.900.* mean 0.800.* best 0.850",
-        r"checkpoint: step 100, 5\.\d+ min ago, 0 KiB",
+        r"checkpoint: step 100, 3\.0\d h ago, 0 KiB",
         "running computing, 2 s 7.00G 8.00G 9.00G 14.00G",
     ):
         assert re.search(part, text), text
@@ -263,7 +263,6 @@ def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(
     status = set_status(tmp_path)
     assert [fold.seconds_left for fold in status.runs] == [left_s, 1155]
     assert status.seconds_left == left_s + 1155
-    assert status.runs[1].state == "waiting"
     assert (status.phase, status.is_fine) == ("training fold 1/2", True)
     write_heartbeat(tmp_path, beat(process_start=1))
     assert set_status(tmp_path).state == "killed"

@@ -125,7 +125,6 @@ def test_one_process_at_a_time_decides_or_scores(run, folder, command):
 @pytest.mark.parametrize(
     ("spoil", "got"),
     [
-        (lambda content: content.update(schema=2), "schema 2"),
         (lambda content: content.pop("chosen"), "chosen"),
         (lambda content: content["before"].pop("ET"), "same regions"),
     ],
