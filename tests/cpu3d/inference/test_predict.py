@@ -260,7 +260,10 @@ def killed_at(monkeypatch, call, predictor):
     return killed_at
 
 
-MINE = b'{"schema": 1, "files": ["a.json"]}'  # an expert's week of work
+MINE = (  # an expert's week of work, and what another version has written
+    b'{"schema": 1, "files": ["a.json"]}',
+    b'{"schema": 0, "files": ["a.json"], "written_by": "cpu3d predict"}',
+)
 
 
 @pytest.mark.parametrize(
@@ -281,11 +284,12 @@ def test_what_predict_has_not_written_is_never_overwritten(call, out, killed_at,
         call()
     if state == "killed before its label":
         killed_at("write_bytes", False)
-    (out / name).write_bytes(MINE)
     more = {"a.html": ["--page"], "a_WT_probability.nii.gz": ["--probabilities"]}
-    with pytest.raises(InputError, match=f"{name} must not be overwritten"):
-        call("--overwrite", *more.get(name, ()))
-    assert (out / name).read_bytes() == MINE
+    for mine in MINE:
+        (out / name).write_bytes(mine)
+        with pytest.raises(InputError, match=f"{name} must not be overwritten"):
+            call("--overwrite", *more.get(name, ()))
+        assert (out / name).read_bytes() == mine
 
 
 @pytest.mark.parametrize("is_done", [False, True])
@@ -307,7 +311,7 @@ def test_a_source_is_never_overwritten(files, tmp_path, call):
     (image,) = files.images
     before = image.read_bytes()
     with pytest.raises(InputError, match="must not be a folder that is predicted on"):
-        call("--out", tmp_path / "in", "--overwrite")
+        call("--out", tmp_path / "in/../in", "--overwrite")
     assert (image.read_bytes(), (tmp_path / "in/a.json").exists()) == (before, False)
 
 

@@ -213,12 +213,13 @@ def test_the_dice_of_a_validation_is_drawn_over_the_seconds_of_all_steps_before_
         return b"PNG"
 
     monkeypatch.setattr("cpu3d.report.runs.chart", chart)
-    relog(tiny_run, coarse_steps=5)
+    relog(tiny_run, {"event": "step", "step": 40, "voxels": 5_000_000}, coarse_steps=5)
     dice = "Mean Dice of the held-out cases"
     axes = {"y_label": "", "title": dice, "y_range": (0, 1), "switch": None}
     assert drawn[dice, "seconds of steps"] == ([20 * 2.0, 40 * 2.0], [0.7, 0.7], axes)
+    assert drawn[dice, "voxels seen, millions"][0][-1] == 5
     steps, sizes, axes = drawn["Memory of the process, GiB", "step"]
-    assert (steps[-1], sizes[-1], axes["y_range"], axes["switch"]) == (40, 3, (0, None), 5)
+    assert (steps[-1], sizes[0], axes["y_range"], axes["switch"]) == (40, 3, (0, None), 5)
 
 
 def test_what_is_missing_is_named_and_everything_else_is_there(
