@@ -113,7 +113,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, wi
     text = text_of(tiny_run)
     cells = "0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
     assert f"WT below 1 % of the largest part {cells}" in text
-    assert "ET none" in text
+    assert "ET none 1.000 \u2192 1.000 0.00 \u2192 0.00 1.000 \u2192 1.000 1 " in text
     best.write_bytes(b"others")
     assert "Post-processing is off: not decided for these weights" in text_of(tiny_run)
 
