@@ -112,10 +112,13 @@ def test_nnunets_numbers_tell_the_channels_in_any_order_of_the_files(tmp_path):
     mixed = [first[3], second[1], first[1], second[0], first[0], first[2], second[3], second[2]]
     expected = {"case_000": STORE, "case_001": STORE}
     assert channels_by_case(mixed, predictor_of()) == expected
+    (note,) = cases_to_predict(first[1:3], predictor_of(*BOTH)).notes
+    assert "taken to be FLAIR, T1w, t1gd, T2w" in note
     order = ("T2w", "t1gd", "FLAIR", "T1w")
     folder = write_list(tmp_path / "data", order, "channel_names")
     numbered(folder, "p", order)
     assert channels_by_case([folder], predictor_of()) == {"p": STORE}
+    assert cases_to_predict([folder], predictor_of()).notes == []
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,7 @@ def test_numbers_of_patients_are_no_channels(tmp_path):
     for predictor in (predictor_of(store=("FLAIR",)), predictor_of("FLAIR")):
         cases = channels_by_case([tmp_path], predictor)
         assert set(cases) == {"lung_0000", "lung_0001", "lung_0017"}
+        assert cases_to_predict([tmp_path], predictor).notes == []
 
 
 def test_files_are_sorted_by_the_channels_at_the_ends_of_their_names(tmp_path):
@@ -161,6 +165,8 @@ def test_every_case_in_a_folder_is_found_and_a_folder_of_no_cases_says_so(tmp_pa
             write_nifti(deep / f"HGG/{name}/{name}_{end}.nii.gz", volume(channel))
     (deep / "HGG/notes").mkdir()
     write_nifti(deep / "out/b.nii.gz", volume("FLAIR"))
+    notes = cases_to_predict([flat], predictor_of()).notes
+    assert notes[:2] == [f"not read: {flat / name}_label.nii.gz" for name in "ab"]
     for folder in (flat, deep, tmp_path / "patients"):
         cases = channels_by_case([folder], predictor_of(), out=deep / "out")
         assert cases == {"a": STORE, "b": STORE}

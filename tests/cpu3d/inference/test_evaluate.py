@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.forecast import Forecast
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import read_scores, scores_path, scores_table, summarise
@@ -51,7 +53,6 @@ def test_a_right_answer_scores_one_on_the_source_s_grid(
         np.testing.assert_array_equal(prediction, source)
         assert geometry == expected
     assert read(tiny_run) == scores == {"schema": 1, **read_scores(scores_path(tiny_run))}
-    assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
     expected = {
         **how,
         "mean_dice": 1,
@@ -74,7 +75,6 @@ def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_ru
         assert core["dice"] == pytest.approx(18 / 27)
         assert core["truth_ml"] == pytest.approx(27 * 2e-3)
         assert case["mean_dice"] == pytest.approx((4 / 5 + 18 / 27 + 0) / 3)
-    assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
 
 
 def test_voxels_that_are_not_annotated_count_in_no_score_and_are_predicted(
@@ -104,13 +104,22 @@ def test_the_summary_is_worked_out_by_hand():
         }
 
     cases = [case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)]
+    cases[1]["regions"]["WT"]["empty"] = "both"
     summary = summarise(cases)["WT"]
+    assert summary["empty"] == {"both": 1, "truth": 0, "prediction": 0}
     expected = {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
     assert summary["dice"] == pytest.approx(expected)
     assert summary["hd95_mm"]["median"] == 3.0
-    scores = {"name": "", "split": "", "untouched": True, "tolerance_mm": 1, "cases": cases}
-    rows = scores_table({**scores, "summary": {"WT": summary}}).rows
-    assert rows[0] == ("WT", "Dice", "0.800 ± 0.216", "0.900")
+    scores = {"name": "x", "split": "val", "untouched": False, "tolerance_mm": 0.5}
+    scores["summary"] = {"WT": summary}
+    table = scores_table({**scores, "cases": cases})
+    rows = [("WT", "Dice", "0.800 ± 0.216", "0.900"), ("", "HD95, mm", "3.00 ± 2.45", "3.00")]
+    assert table.rows[:2] == rows
+    assert table.title == '3 NOT untouched cases of x, split "val"'
+    assert table.caption == (
+        "HD95 in mm; surface Dice at 0.5 mm; lesion-wise Dice by the rule of BraTS 2023"
+    )
+    assert scores_table({**scores, "cases": cases[:1]}).rows[0][2] == "0.800"
 
 
 @pytest.mark.usefixtures("needs_native", "trained")
@@ -121,6 +130,27 @@ def test_what_does_not_fit_is_refused_before_the_first_case(tiny_run, monkeypatc
     assert not scores_path(tiny_run, "test").exists()
 
 
+def test_cases_that_do_not_fit_are_answered_in_windows_and_the_largest_is_told(
+    tiny_store, tiny_run, fake_predictor, capsys
+):
+    slid = []
+    answer = fake_predictor.probabilities
+
+    def answered(*case, in_windows):
+        slid.append(in_windows)
+        return answer(*case)
+
+    def forecast(record):
+        is_last = record.case_id == "f"
+        return Forecast((8, 8, 8), is_last, 2**20 * (1 + is_last), 1.0, 2**30)
+
+    fake_predictor.probabilities = answered
+    told = SimpleNamespace(forecast=forecast)
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, forecaster=told)
+    assert "at most, f: 8 x 8 x 8 voxels, in windows, 2 MiB of" in capsys.readouterr().err
+    assert [case.get("in_windows", False) for case in scores["cases"]] == slid == [False, True]
+
+
 def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained, capsys):
     assert run_command(evaluate, "--run", tiny_run, "--tolerance", 3) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()
@@ -129,13 +159,14 @@ def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained
     assert "NOT untouched" not in err
     assert test["tolerance_mm"] == 3
     assert trained == [(tiny_run, "best", Inference())]
-    assert run_command(evaluate, "--run", tiny_run, "--split", "train", "--json") == 0
+    words = ("--tolerance", 0, "--json")
+    assert run_command(evaluate, "--run", tiny_run, "--split", "train", *words) == 0
     out, err = capsys.readouterr()
-    assert "NOT untouched" in err
+    assert "was trained on" in err
     assert json.loads(out) == read(tiny_run, "train")
     assert not read(tiny_run, "train")["untouched"]
     assert run_command(evaluate, "--run", tiny_run, "--split", "val", "--weights", "last") == 0
-    assert "NOT untouched" in capsys.readouterr().err
+    assert "was chosen by its scores on" in capsys.readouterr().err
     assert read(tiny_run) == test
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
 
@@ -229,7 +260,7 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
     assert run_command(evaluate, "--run", last, first, "--out", out) == 0
 
 
-def test_cases_unlike_the_trainings_are_named(fold_runs, trained, capsys):
-    (run,) = fold_runs("", spacing_mm=(1.0, 1.0, 9.0))
-    assert run_command(evaluate, "--run", run) == 0
+def test_cases_unlike_the_trainings_are_named_once(fold_runs, trained, tmp_path, capsys):
+    runs = fold_runs("1/2", "2/2", spacing_mm=(1.0, 1.0, 9.0))
+    assert run_command(evaluate, "--run", *runs, "--out", tmp_path / "out") == 0
     assert "note: e and f: voxels of 1 x 1 x 2 mm" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
@@ -110,10 +109,6 @@ def predicted(who, image, out, *words):
 def test_predict_answers_alike_with_a_run_and_with_its_export(export, store, tmp_path):
     run, out = export
     image, config = store.folder.parent / "source/f.nii.gz", load_config(run)
-    if config.channels == ("T1gd",):
-        volume = read_volume(image)[0][..., 1]
-        image = tmp_path / "f.nii.gz"
-        write_volume(image, volume[::-1, ::-1], LPS_2MM)
     exact = shutil.copytree(run, tmp_path / "exact")
     unet = dataclasses.replace(config.unet, dtype="float32")  # as an exported network computes
     save_config(dataclasses.replace(config, unet=unet), exact)
@@ -128,7 +123,6 @@ def test_predict_answers_alike_with_a_run_and_with_its_export(export, store, tmp
     assert np.any(raw != label)
     about = json.loads((out / "export.json").read_text())
     assert about["inputs"]["image"]["shape"] == ["X", "Y", "Z", len(config.channels)]
-    assert [group[0]["code"] for group in about["paint"]] == [1, 2, 3]
     assert {path.name for path in out.iterdir()} == {"export.json", about["file"]}
     assert ("mean" in about["inputs"]) == config.is_patch
     if not config.is_patch:  # it would normalise each window by itself
@@ -192,9 +186,9 @@ def refused(tiny, tmp_path, capsys):
     """The message of the command in ONNX, which writes nothing."""
     out = tmp_path / "out"
 
-    def refused(*words, run=tiny):
+    def refused(*words):
         before = list(out.rglob("*"))
-        assert export_run(run, "onnx", out, *words) == 2
+        assert export_run(tiny, "onnx", out, *words) == 2
         assert list(out.rglob("*")) == before
         return capsys.readouterr().err
 
@@ -226,23 +220,10 @@ def test_a_given_case_and_the_last_weights_without_rules_of_the_best(tiny, store
     assert "best weights" in about["postprocessing"]["off"]
 
 
-def test_a_full_disk_is_named_and_leaves_an_empty_folder(tiny, tmp_path, monkeypatch, capsys):
-    def full(*about, **more):
-        raise tf.errors.ResourceExhaustedError(None, None, "x; No space left on device")
-
-    monkeypatch.setattr(tf.saved_model, "save", full)
-    assert export_run(tiny, "savedmodel", tmp_path / "out") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert not list((tmp_path / "out").iterdir())
-
-
-def test_what_cannot_be_exported_is_refused_and_nothing_is_written(refused, tiny, store, tmp_path):
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(refused, store, tmp_path):
     cases = [store.folder.parent / f"source/{name}.nii.gz" for name in "ab"]
     assert "--case must be one case, got 2" in refused("--case", *cases)
     assert "must hold its last weights, found none" in refused("--weights", "last")
-    run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
-    save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
-    assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8)" in refused(run=run)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")
     assert "must be a new or an empty folder" in refused()

@@ -142,8 +142,18 @@ def test_windows_take_the_volumes_statistics_and_give_logits(check_windows, by_s
 
 def test_a_program_is_told_how_to_slide_windows_and_to_mirror_them():
     config, _ = settings_of(mode="patch", depth=3)
-    told = {"window": SIZE, "overlap": 0.5, "sigma": 0.125, "multiples": (4, 4, 4)}
-    told["mirrored_axes"] = (0, 1, 2)
+    told = {
+        "window": SIZE,
+        "overlap": 0.5,
+        "sigma": 0.125,
+        "multiples": (4, 4, 4),
+        "mirrored_axes": (0, 1, 2),
+        "axes": "RAS",
+        "threshold": 0.5,
+        "regions": REGIONS,
+        "label_codes": {"0": "background", "1": "edema", "2": "tumour"},
+        "paint": [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}]],
+    }
     assert told.items() <= contract(config, "onnx", RAW).items()
 
 

@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from cpu3d.data.region import whole
-from cpu3d.errors import DoesNotFitError
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
 from cpu3d.inference.forecast import Forecaster
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.runs import Inference
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import FakePredictor, write_case
@@ -49,11 +50,18 @@ def test_runs_keep_their_answers_and_take_turns_with_their_networks(config, reco
     assert two.seconds - writing_s == pytest.approx(2 * (one.seconds - writing_s))
     single = forecaster(config, flips=False).forecast(record)
     assert one.seconds - writing_s == pytest.approx(8 * (single.seconds - writing_s))
+    # Of 16 voxels without overlap 20 windows cover an axis, and of half overlap 39.
+    apart, usual = (
+        forecaster(config, window=(16, 16, 16), **how).forecast(record).seconds - writing_s
+        for how in ({"overlap": 0}, {})
+    )
+    assert usual / apart == pytest.approx((39 / 20) ** 3)
     # Beside the answers two maps more of three regions, 24 bytes a voxel, or what is written.
     written = forecaster(config, written_bytes=60).forecast(record)
     assert written.peak_bytes - one.peak_bytes == pytest.approx((60 - 24) * voxels, rel=0.2)
     # The networks keep two maps of 16 channels at least.
     small = dataclasses.replace(record, shape=(16, 16, 16), box=whole((16, 16, 16)))
+    assert two_runs.forecast(small) == two_runs.forecast(small)
     assert (
         two_runs.forecast(small).peak_bytes - forecaster(config).forecast(small).peak_bytes
         > 2 * 16 * 2 * voxels
@@ -62,11 +70,13 @@ def test_runs_keep_their_answers_and_take_turns_with_their_networks(config, reco
 
 def test_what_does_not_fit_is_answered_in_windows_or_refused(config, record):
     alone = forecaster(config).forecast(record)
-    tight = forecaster(config, free_bytes=alone.peak_bytes)  # which leaves no tenth of it
+    tight = forecaster(config, free_bytes=1.09 * alone.peak_bytes)  # which leaves no tenth of it
     little = tight.forecast(record)
     assert (alone.in_windows, little.in_windows) == (False, True)
     assert little.peak_bytes < alone.peak_bytes / 2
     assert little.seconds > alone.seconds
+    assert str(little).startswith("320 x 320 x 320 voxels, in windows, ")
+    assert not forecaster(config, free_bytes=1.11 * alone.peak_bytes).forecast(record).in_windows
     with pytest.raises(DoesNotFitError, match=rf"case {record.case_id} must leave"):
         forecaster(config, free_bytes=2**29).forecast(record)
 
@@ -87,6 +97,15 @@ def test_a_dry_run_tells_each_image_and_writes_nothing_and_a_run_answers_what_fi
     monkeypatch.setattr("cpu3d.inference.forecast.read_host", lambda: with_free(2**20))
     with pytest.raises(DoesNotFitError, match="case a"):
         run_command(*ask, "--overwrite")
+    held = []  # of each voxel of an answer while it is written
+    monkeypatch.setattr(
+        predict, "postprocessing_together", lambda _: PostProcessing({"WT": Rule()})
+    )
+    monkeypatch.setattr(predict, "forecaster_of", lambda *about: held.append(about[-1]))
+    for words in ([], ["--raw"], ["--probabilities"]):
+        with pytest.raises(InputError, match="--dry-run must come with runs"):  # none foresees it
+            run_command(*ask, "--dry-run", *words)
+    assert held == [10, 6, 20]
 
 
 SCRIPT = """

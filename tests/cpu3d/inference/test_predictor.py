@@ -49,11 +49,8 @@ def test_a_window_as_large_as_the_volume_is_one_pass(record, image, networks):
 def test_an_image_smaller_than_the_window_is_predicted_with_zeros_up_to_a_multiple(
     record, image, networks
 ):
-    box, size = record.box, (11, 19, 9)
-    middle = Region(
-        tuple(a + n // 2 - want // 2 for a, n, want in zip(box.start, box.size, size)), size
-    )
-    image = crop(image, middle)
+    size = (11, 19, 9)
+    image = crop(image, centred(record.box, size, record.shape))
     small = of_shape(record, size)
     predictor = networks(window=(16, 16, 16))
     region = predictor.region(small)
@@ -93,21 +90,6 @@ def test_left_and_right_of_a_pair_are_not_exchanged_by_mirror_images(record, ima
     names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
     predictor.config = dataclasses.replace(predictor.config, label_names=names)
     assert differences() > 1e-3
-
-
-def test_one_network_takes_cases_of_any_size(record, networks, monkeypatch):
-    built = []
-
-    def build(*arguments, **how):
-        built.append(build_unet3d(*arguments, **how))
-        return built[-1]
-
-    monkeypatch.setattr(predictor_module, "build_unet3d", build)
-    predictor = networks()
-    for shape in ((8, 8, 8), (5, 8, 12), (80, 12, 1)):  # larger than trained on, and one slice
-        image = np.zeros((*shape, len(predictor.channels)), np.int16)
-        assert predictor.probabilities(image, of_shape(record, shape)).shape[:3] == shape
-    assert len(built) == 1
 
 
 def test_a_network_that_has_diverged_is_named_with_the_case(record, image, networks):

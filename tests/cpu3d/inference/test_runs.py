@@ -108,7 +108,7 @@ def test_what_cannot_be_applied_is_refused_before_tensorflow_is_set_up(
     assert devices == []
 
 
-@pytest.mark.parametrize("how", [{"overlap": 1}, {"window": (8, 0, 8)}])
+@pytest.mark.parametrize("how", [{"overlap": 1}, {"overlap": -0.1}, {"window": (8, 0, 8)}])
 def test_values_out_of_range_are_refused(how):
     with pytest.raises(InputError, match=next(iter(how))):
         Inference(**how)
@@ -137,6 +137,7 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
         "store_channels": ("T1gd", "FLAIR"),
         "label_names": {**LABELS, 3: "cyst"},
         "region_codes": {**REGIONS, "ET": (2,)},
+        "paint": (("WT", 1), ("TC", 2), ("ET", 2)),
         "regions": ("WT",),
         "split_hash": "another",
         "target_spacing_mm": (1.0, 1.0, 1.0),

@@ -1,7 +1,5 @@
 """Scores by hand on tiny volumes, as surface-distance tests its own, and against brute force."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,11 +22,11 @@ def steps(lean_deg):
     ("empty", "spacing_mm", "hd95_mm"),
     [
         ("both", (3, 4, 0.5), 0),
-        ("truth", (3, 4, 0.5), math.sqrt(60**2 + 80**2 + 10**2)),
-        ("prediction", (3, 4, 0.5), math.sqrt(60**2 + 80**2 + 10**2)),
+        ("truth", (3, 4, 0.5), 10100**0.5),  # 60, 80 and 10 mm
+        ("prediction", (3, 4, 0.5), 10100**0.5),
         # 20 voxels along each axis: (20, 20 + 20, 40 cos 30) is the longest way through.
-        ("prediction", steps(30), math.sqrt(20**2 + 40**2 + 1200)),
-        ("prediction", steps(-30), math.sqrt(20**2 + 40**2 + 1200)),
+        ("prediction", steps(30), 3200**0.5),
+        ("prediction", steps(-30), 3200**0.5),
     ],
 )
 def test_one_empty_mask_is_as_wrong_as_the_image_is_large_and_two_are_right(
@@ -135,7 +133,6 @@ def spans(text, axis):
         ("4-8 15-19", "4-8", 1, 2, 1, 0, 1 / 2),
         # 32 mm3 are small: need not be found, and are not false.
         ("4-8 20-22", "4-8", 1, 1, 1, 0, 1),
-        ("4-8 20-22", "4-8 20-22", 1, 1, 1, 0, 1),
         ("4-8 20-22", "4-8 20-22", 2, 2, 2, 0, 1),
         ("20-22", "", 50 / 32, 0, 0, 0, 1),  # 50 mm3 are small
         ("4-8", "4-5 7-8", 1, 1, 1, 0, 2 / 3),  # a prediction in two

@@ -60,11 +60,24 @@ def relog(run, *events, start=None, **settings):
 
 
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
-    evaluated["cases"][0]["mean_dice"] -= 0.1
+    first = evaluated["cases"][0]
+    first["mean_dice"] -= 0.1
+    first["regions"]["ET"].update(empty="truth", hd95_mm=3.146, truth_ml=1.04, prediction_ml=2)
     write_json(scores_path(tiny_run, "test"), evaluated)
     page, text = read(write_report(tiny_run))
-    for part in (evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "2.15.1", "3.00 GiB"):
-        assert part in text
+    for part in (
+        evaluated["split_hash"],
+        "ITEX 2.15.0.0",
+        "0 2025-03-01T10:00:00+00:00 made up 2 - -",
+        "2.15.1",
+        "3.00 GiB",
+        "augment.flip true",
+        "channels FLAIR, T1gd",
+        "ET* 0.000 3.15 1.000",
+        "1.0 \u2192 2.0 f WT",
+        "train a, b, c val d test e, f",
+    ):
+        assert part in text, part
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
     shown = shown_cases(tiny_run / "report.html")
     assert [(case["name"], case["note"]) for case in shown] == [
@@ -86,13 +99,6 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert not re.search(r"url\(|@import|https?://", whole)
 
 
-def test_scores_of_other_weights_are_not_shown(tiny_run, evaluated, without_pictures):
-    (tiny_run / "checkpoints/best.npz").write_bytes(b"trained on")
-    text = text_of(tiny_run)
-    assert "Every case" not in text
-    assert "are of other weights: run `evaluate --run" in text
-
-
 def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, without_pictures):
     assert "Post-processing is off: not decided" in text_of(tiny_run)
     (tiny_run / "checkpoints").mkdir()
@@ -107,7 +113,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, wi
     text = text_of(tiny_run)
     cells = "0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
     assert f"WT below 1 % of the largest part {cells}" in text
-    assert "ET none" in text
+    assert "ET none 1.000 \u2192 1.000 0.00 \u2192 0.00 1.000 \u2192 1.000 1 " in text
     best.write_bytes(b"others")
     assert "Post-processing is off: not decided for these weights" in text_of(tiny_run)
 
@@ -135,12 +141,15 @@ def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
     tiny_run, evaluated, without_pictures
 ):
     for case, seconds in zip(evaluated["cases"], (9.0, 2.0)):
-        case["predict_s"] = seconds
+        case.update(predict_s=seconds, score_s=2 * seconds)
     write_json(scores_path(tiny_run, "test"), evaluated)
-    assert "prediction 2 s" in text_of(tiny_run)
+    text = text_of(tiny_run)
+    assert "prediction 2 s" in text
+    assert "scoring 11 s" in text
     del evaluated["cases"][1]
     write_json(scores_path(tiny_run, "test"), evaluated)
     assert "prediction 9 s" in text_of(tiny_run)
+    assert shown_cases(tiny_run / "report.html")[0]["note"] == ""
 
 
 def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictures):
@@ -148,11 +157,12 @@ def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictur
     write_json(tiny_run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
     start = {"grids": "16 x 16 x 16"}
     coarse = {"coarse_steps": 5, "coarse_grid": (16, 16, 16)}
-    text = relog(tiny_run, start=start, spacing_mm=(1.0, 1.0, 2.0), **coarse)
+    text = relog(tiny_run, start=start, spacing_mm=(1.0, 1.0, 2.0), whole_every=4, **coarse)
     for part in (
         "plan policy lean: speed does not fit",
         "engine ITEX 2.15.0.0",
-        "a step sees whole volumes of 16 x 16 x 16 voxels of 1 x 1 x 2 mm",
+        "a step sees crops around the labels, in 1 step of 4 whole volumes of 16 x 16 x 16 voxels "
+        "of 1 x 1 x 2 mm",
         "coarse steps the first 5, on 8 x 8 x 8: X, Y and Z halved",
         "volumes a step 1, 1 at a time",
         "optimizer muon, rate 0.02 at its peak, cosine decay",
@@ -161,7 +171,12 @@ def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictur
     patch = {"mode": "patch", "grid": (8, 8, 16), "samples_per_case": 4}
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
-    for part in ("a patch of 8 x 8 x 16 voxels", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
+    for part in (
+        "a patch of 8 x 8 x 16 voxels",
+        "fold 1/2",
+        "allocator on gpu:1 4.00 GiB",
+        "val c, d test",
+    ):
         assert part in text
 
 
@@ -173,9 +188,16 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(
     assert "interrupted after step 40" in text
     assert "61.7 min" in text
     host = {"cpu": "another"}
-    again = {"event": "start", "step": 40, "host": host, "policy": "lean", "micro_batch": 2}
+    again = {
+        "event": "start",
+        "step": 40,
+        "host": host,
+        "policy": "lean",
+        "micro_batch": 2,
+        "workers": 2,
+    }
     text = relog(tiny_run, again)
-    for part in ("not ended yet", "5.00 GiB", "made up", "another", "policy lean", "2 at a time"):
+    for part in ("not ended yet", "5.00 GiB", "another", "policy lean", "2 at a time, of 2 w"):
         assert part in text
     diverged = {"event": "diverged", "step": 40, "reason": "weights must be finite, got NaN"}
     assert "diverged after step 40: weights must be finite, got NaN" in relog(tiny_run, diverged)
@@ -187,12 +209,17 @@ def test_the_dice_of_a_validation_is_drawn_over_the_seconds_of_all_steps_before_
     drawn = {}
 
     def chart(lines, *, x_label, **options):
-        drawn[x_label] = list(lines[0].x)
+        drawn[options["title"], x_label] = (list(lines[0].x), list(lines[0].y), options)
         return b"PNG"
 
     monkeypatch.setattr("cpu3d.report.runs.chart", chart)
-    write_report(tiny_run)
-    assert drawn["seconds of steps"] == [20 * 2.0, 40 * 2.0]
+    relog(tiny_run, {"event": "step", "step": 40, "voxels": 5_000_000}, coarse_steps=5)
+    dice = "Mean Dice of the held-out cases"
+    axes = {"y_label": "", "title": dice, "y_range": (0, 1), "switch": None}
+    assert drawn[dice, "seconds of steps"] == ([20 * 2.0, 40 * 2.0], [0.7, 0.7], axes)
+    assert drawn[dice, "voxels seen, millions"][0][-1] == 5
+    steps, sizes, axes = drawn["Memory of the process, GiB", "step"]
+    assert (steps[-1], sizes[0], axes["y_range"], axes["switch"]) == (40, 3, (0, None), 5)
 
 
 def test_what_is_missing_is_named_and_everything_else_is_there(
@@ -216,8 +243,11 @@ def test_a_page_says_how_the_network_was_applied_and_warns_of_scores_of_seen_cas
     tiny_store, tiny_run, fake_predictor, evaluated, without_pictures
 ):
     window = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
-    write_json(scores_path(tiny_run), {**evaluated, "inference": window})
-    assert "inference window of 8 x 8 x 16, 50 % overlap, mean of" in text_of(tiny_run)
+    other = {"inference": window, "split_hash": "other"}
+    write_json(scores_path(tiny_run), {**evaluated, **other})
+    text = text_of(tiny_run)
+    assert "inference window of 8 x 8 x 16, 50 % overlap, mean of" in text
+    assert "scores are of another split, other" in text
     shutil.rmtree(tiny_run / "evaluation")
     evaluate_split(fake_predictor, tiny_store, "train", tiny_run)
     text = text_of(tiny_run)

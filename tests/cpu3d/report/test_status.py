@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from datetime import datetime, timedelta
 
 import pytest
 from rich.console import Console
@@ -25,6 +26,7 @@ from cpu3d.run.log import append_event
 from cpu3d.run.rules import SCHEMA
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
+from memory_estimator.common.units import format_seconds
 from tests.cpu3d.training.beats import beat
 
 STEP = {"event": "step", "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0}
@@ -38,7 +40,8 @@ def run(tmp_path):
     save_config(RunConfig(steps=4000), folder)
     events = [{"event": "start", "step": 0}]
     for step in range(1, 121):  # of 2 s, as the last 50, or 3
-        events.append({**STEP, "step": step, "loss": step / 100, "step_s": 2.0 + (step < 70)})
+        of_step = {"step": step, "loss": step / 100, "step_s": 2.0 + (step < 70)}
+        events.append({**STEP, **of_step, "dice": {"WT": 0.5 + (step < 71), "TC": 0.25}})
     scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8}
     events[101:101] = [
         {"event": "validation", "step": 100, "seconds": 120.0, **scores},
@@ -46,7 +49,9 @@ def run(tmp_path):
     ]
     for event in events:
         append_event(folder, event)
-    (folder / "checkpoints" / "step-00000100.npz").write_bytes(b"12345")
+    checkpoint = folder / "checkpoints" / "step-00000100.npz"
+    checkpoint.write_bytes(b"12345")
+    os.utime(checkpoint, (time.time() - 10_900,) * 2)
     write_best(folder, {}, {"best": 0.85})  # the log may be cut back to before it
     return folder
 
@@ -77,9 +82,11 @@ def test_a_run_that_goes_on(run, capsys):
     assert (status.checkpoint["step"], status.checkpoint["size_bytes"]) == (100, 5)
     text = printed(run)
     for part in (
-        "step: 120 of 4,000.*3.0%.* 2 s a step .*left: about 4.31 h, until ",
+        "step: 120 of 4,000.*3.0%.* 2 s a step recent steps: loss 0.955, Dice WT 0.500 TC 0.250 ",
+        f"left: about 4.31 h, until {datetime.now() + timedelta(seconds=3880 * 4):%a %d %b %H}:",
         "validation after step 100: .*WT 0.900.* mean 0.800.* best 0.850",
-        "running .* 7.00G 8.00G 9.00G 14.00G",
+        r"checkpoint: step 100, 3\.0\d h ago, 0 KiB",
+        "running computing, 2 s 7.00G 8.00G 9.00G 14.00G",
     ):
         assert re.search(part, text), text
     assert main(["status", "--run", str(run), "--json"]) == 0
@@ -110,6 +117,7 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
         write_heartbeat(run, beat(**changes))
     text = printed(run)
     assert f"run: {state}" in text
+    assert ("exit_code" not in changes) or f"ended, code {changes['exit_code']} - 8.00G" in text
     assert re.search(line, text), text
     fine = state in ("starting", "stopping", "running", "finished")
     assert ("left: 3,900 of 4,000 steps, from step 100" in text) is not fine
@@ -118,7 +126,10 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
 
 def test_a_silent_worker_is_looked_for_on_its_host_and_holds_no_memory(run):
     write_silent(run, stop="low")
+    (run / "logs").mkdir()
+    (run / "logs/worker-0.log").touch()
     line = "run: silent.*silent computing.* - 8.00G 9.00G - .*node-17.*when its process has ended"
+    line += ".*last lines are in .*worker-0.log"
     assert re.search(line, printed(run))
 
 
@@ -139,6 +150,9 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     assert status.state == "silent"
     assert [worker.state for worker in status.workers] == ["broken off", "silent", "running"]
     assert "why: worker 1: no heartbeat" in printed(run)
+    for rank, code, state in ((1, 143, "interrupted"), (2, 1, "failed")):
+        write_heartbeat(run, beat(rank=rank, workers=3, exit_code=code))
+        assert run_status(run).state == state
     write_heartbeat(run, beat(workers=1, started=time.time() - 100))
     write_silent(run, 1, workers=2, started=time.time() - 9000)
     assert run_status(run).state == "running", (
@@ -232,7 +246,9 @@ def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_o
         ({"step": 250, "steps": 1000, "process_start": 1}, 2000),
     ],
 )
-def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(tmp_path, changes, left_s):
+def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(
+    tmp_path, capsys, changes, left_s
+):
     """The first has taken 250 of 1000 steps of 2 s, the second has not begun: it is taken to need
     what was predicted, or what one that has finished took."""
     run = fold_folder(tmp_path, "1/2")
@@ -246,11 +262,15 @@ def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(tmp_path, chan
     write_heartbeat(tmp_path, beat(phase="training fold 1/2"))
     status = set_status(tmp_path)
     assert [fold.seconds_left for fold in status.runs] == [left_s, 1155]
-    assert status.runs[1].state == "waiting"
+    assert status.seconds_left == left_s + 1155
     assert (status.phase, status.is_fine) == ("training fold 1/2", True)
     write_heartbeat(tmp_path, beat(process_start=1))
     assert set_status(tmp_path).state == "killed"
     assert main(["status", "--run", str(tmp_path)]) == 1
+    rows = (
+        rf"1/2 \w+ {changes['step']} of 1,000 {format_seconds(left_s)} - 2/2 waiting 0 19.2 min -"
+    )
+    assert re.search(rows, " ".join(capsys.readouterr().out.split()))
     for reason, usual_s in (("interrupted", 1155), ("finished", 510)):
         append_event(run, {"event": "end", "step": 250, "reason": reason, "seconds": 510.0})
         assert set_status(tmp_path).runs[1].seconds_left == usual_s

@@ -114,11 +114,12 @@ def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, shown, added, na
     assert ("windows" in modality) == is_in_hu
     assert (case["shape"] == [10, 12, 8]) == is_in_hu  # without the air around the body
     if is_in_hu:
+        assert (modality["window"], modality["windows"]["brain"]) == ([-150, 250], [0, 80])
         values = np.array(modality["values"])
         assert (len(values), values[0], values[-1]) == (modality["levels"], -1024, 3071)
         soft = (values > -100) & (values < 300)
         assert np.diff(values)[soft[1:]].max() < 4 < 30 < np.diff(values)[-1]
-    assert in_steps(np.array([-1.0, 0, 1]), -1, 1, 3, np.nan).tolist() == [1, 2, 3]
+    assert in_steps(np.array([-1.0, 0, 1]), -1, 1, 4, np.nan).tolist() == [1, 3, 4]
 
 
 def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(case, tmp_path):
@@ -134,6 +135,17 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     ]
     assert names == [["T1gd", "FLAIR"], ["WT", "TC", "ET"], ["ours"]]
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
+    start = shown["start"]
+    assert start == [7 - 2, 8 - 3, 4 - 1]
+    voxel = (13 - 7, 17 - 8, 4)  # the file's X and Y run against R and A
+    assert np.dot(shown["to_voxel"], [*start, 1]).tolist() == list(voxel)
+    assert np.dot(shown["to_mm"], [*start, 1]).tolist() == [40 - 6, 60 - 9, 3 * 4 - 5]
+    colours = [region["colour"] for region in shown["regions"]]
+    assert colours == ["#009e73", "#d55e00", "#f0e442"]
+    grey = made_case()[0][..., 0]
+    grey = np.percentile(grey[grey > 0], (0.1, 99.9, 0.5, 99.5))
+    first = shown["modalities"][0]
+    assert [first["low"], first["high"], *first["window"]] == pytest.approx(grey)
 
 
 def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set_or_named_and_counted(
@@ -142,20 +154,20 @@ def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set_or_named_an
     """Four of ten slices are not annotated; they do not make the page's box larger."""
     image, truth, _ = made_case()
     truth[truth == 3] = 2
-    truth[..., ::3] = 200
+    truth[..., ::3] = 255
     path = tmp_path / "data/imagesTr/a.nii.gz"
     path.parent.mkdir(parents=True)
     write_volume(path, image[..., 0], GEOMETRY)
     write_volume(tmp_path / "truth.nii.gz", truth, GEOMETRY)
-    labels = {"0": "background", "2": "organ", "200": "void"}
+    labels = {"0": "background", "2": "organ", "255": "void"}
     about = {"modality": {"0": "MRI"}, "labels": labels}
     (tmp_path / "data/dataset.json").write_text(json.dumps(about))
     words = ("--image", path, "--label", tmp_path / "truth.nii.gz")
     case = shown(*words)
-    assert (case["ignore"], case["ignored_share"], case["labels"]["200"]) == (200, 0.4, "void")
+    assert (case["ignore"], case["ignored_share"], case["labels"]["255"]) == (255, 0.4, "void")
     assert [region["name"] for region in case["regions"]] == ["organ"]
     assert case["shape"] == [11, 14, 8]
-    assert "40.0% of the voxels, code 200" in capsys.readouterr().out
+    assert "40.0% of the voxels, code 255" in capsys.readouterr().out
     other = shown(*words, "--ignore", 2)
     assert (other["ignore"], other["regions"]) == (2, [])
 
@@ -171,7 +183,8 @@ def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_
     seen = shown("--image", scan, "--prediction", *paths)
     assert seen["truth"] is None
     assert [label["name"] for label in seen["predictions"]] == ["first", "second"]
-    assert [region["name"] for region in seen["regions"]] == ["label 2", "label 3"]
+    regions = [(region["name"], region["colour"]) for region in seen["regions"]]
+    assert regions == [("label 2", "#e69f00"), ("label 3", "#56b4e9")]
 
 
 def test_what_a_prediction_finds_outside_of_the_image_is_shown(case, tmp_path, shown):
@@ -206,7 +219,9 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     assert page.read_text() == "before"
 
 
-@pytest.mark.parametrize(("value", "code", "notes"), [(1, 1, 0), (0, 1, 1), (np.nan, 0, 2)])
+@pytest.mark.parametrize(
+    ("value", "code", "notes"), [(1, 1, 0), (0, 1, 1), (np.nan, 0, 2), (np.inf, 1, 1)]
+)
 def test_an_empty_image_and_one_of_unknown_orientation_are_named(
     tmp_path, shown, capsys, value, code, notes
 ):
@@ -339,16 +354,14 @@ def test_a_click_puts_the_crosshair_there_in_all_planes_and_says_voxel_mm_and_la
         canvas, round(right), round(down)
     ).click().perform()
     page.settle()
-    x, y, z = page.at()
-    assert (x, y) == (7, 9)
+    assert page.at() == (7, 9, 4)
     facts = page.find("facts").text.replace("\n", " ")
-    source = (13 - x, 17 - y, z)  # the file's X and Y run against R and A
-    assert f"voxel {', '.join(map(str, source))}" in facts
-    world = np.asarray(GEOMETRY.affine)[:3] @ (*source, 1)
-    for number, (plus, minus) in zip(world, ("RL", "AP", "SI")):
-        assert f"{plus if number >= 0 else minus} {abs(number):.1f}" in facts
-    assert "truth enhancing tumour (WT, TC, ET)" in facts
-    assert "prediction oedema (WT)" in facts
+    for words in (
+        "voxel 6, 8, 4 mm R 34.0, A 52.0, S 7.0",
+        "truth enhancing tumour (WT, TC, ET)",
+        "prediction oedema (WT)",
+    ):
+        assert words in facts
 
 
 def test_overlays_and_regions_toggle_and_predictions_switch(page):
