@@ -208,22 +208,6 @@ def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(poli
     assert max(distances(result.gradients, step_of_layers(config).gradients)) < 1e-4
 
 
-def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
-    rng = np.random.default_rng(0)
-    image = rng.standard_normal((BATCH, *GRID, 4))
-    target = rng.random((BATCH, *GRID, 3)) < 0.1
-
-    def changes(eager):
-        model = build_unet3d(UNetConfig(filters=4, depth=2), GRID)
-        first = model.get_weights()
-        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
-        model.compile(tf.keras.optimizers.SGD(1.0), loss, run_eagerly=eager)
-        model.train_on_batch(image, target)
-        return [after - before for after, before in zip(model.get_weights(), first)]
-
-    assert max(distances(changes(eager=False), changes(eager=True))) < 1e-3
-
-
 def test_a_dropped_network_goes_with_its_weights():
     def build():
         model = build_unet3d(UNetConfig(filters=2, depth=2), (8, 8, 8), 1)
