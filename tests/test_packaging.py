@@ -137,6 +137,10 @@ def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file)
             assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
 
 
-def test_a_checkout_calls_itself_as_its_user_types_it():
+def test_a_checkout_calls_itself_as_its_user_types_it(monkeypatch):
     assert as_typed("./run.sh estimate, ./run.sh train") == "./run.sh estimate, ./run.sh train"
     assert how_to_install() == "run `./run.sh setup`"
+    assert how_to_install("gpu") == "run `./run.sh setup --gpu`"
+    monkeypatch.setattr("memory_estimator.installed.in_checkout", bool)  # False
+    assert how_to_install("full") == "run `pip install 'cpu3d[full]'`"
+    assert how_to_install("mlflow") == how_to_install().replace("]", ",mlflow]")
