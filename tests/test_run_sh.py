@@ -111,6 +111,7 @@ def ready(sandbox):
     ("versions", "system", "without_avx2", "file", "python"),
     [
         (["3.9", "3.10", "3.11", "3.12"], "Linux x86_64", 0, "requirements.txt", "3.11"),
+        (["3.9", "3.12"], "Linux x86_64", 0, "requirements.txt", "3.9"),
         (["3.13", "3.12", "3.8"], "Linux x86_64", 0, "requirements-latest.txt", "3.12"),
         (["3.11"], "Linux x86_64", 1, "requirements-latest.txt", "3.11"),
         (["3.11"], "Darwin arm64", 0, "requirements-latest.txt", "3.11"),

@@ -138,6 +138,8 @@ def test_a_job_like_those_recorded_has_their_errors_whatever_its_size_and_says_o
     assert content["errors"]["process_peak"] == result.error("step_s") == "± 1.0%, worst 2.0%"
     assert content["step_s"] == pytest.approx(3 * content["volume_s"])
     assert content["peak_op"] == result.timeline.peak_op
+    elsewhere = of(constants=dataclasses.replace(CONSTANTS, cpu="another"))
+    assert elsewhere.error("step_s") == "not measured like this"
     assert str(result.kind) == "9 steps on AMD EPYC, bfloat16, policy speed, 2 threads"
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from memory_estimator.accuracy import Bound, load_accuracy
 from memory_estimator.calibration import Scale, load_constants
+from memory_estimator.common.units import format_seconds
 from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.job import Job
 from memory_estimator.training import Schedule
@@ -61,6 +62,8 @@ def test_seconds_are_the_mean_over_cases_of_which_the_smallest_and_the_median_ar
     made = Schedule(grids=grids).forecast(job, constants, load_accuracy(), workers=workers)
     steps = [*dict(made.by_case).values(), made.full]
     assert [step.job.shape[0] for step in steps] == [32, 64, 96]
+    shown = [row[3] for row in steps_table(made).rows[1:-1]]
+    assert shown == [format_seconds(step.step_s) for step in steps]
     expected = sum(share * step.step_s for share, step in zip(ninths, steps)) / 9
     assert made.full_step_s == pytest.approx(expected)
 

@@ -46,6 +46,7 @@ def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy
         assert one.step_s < other.step_s
     assert layers[0].upper_bound_bytes == layers[1].upper_bound_bytes
     assert "TensorFlow's layers" in layers[0].margin
+    assert constants_of(WITHOUT).name.startswith("2 times the seconds")
     assert sum(line.bytes for line in layers[0].components) == layers[0].process_peak_bytes
 
 

@@ -154,15 +154,6 @@ def image_gradient(network, image, training=True):
     return tape.gradient(loss, image).numpy()
 
 
-def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient(case):
-    model, image, _ = case
-    with tf.GradientTape(persistent=True) as tape:
-        loss = tf.reduce_mean(model(image, training=True) ** 2)
-    answers = [tape.gradient(loss, model.trainable_variables) for _ in range(2)]
-    assert max(distances(*answers)) < 1e-6
-    assert tape.gradient(loss, image) is None
-
-
 @pytest.mark.parametrize("training", [None, False, True])
 def test_a_tape_has_gradients_as_of_the_layers_in_training_or_not(case, training):
     model, image, expected = case
