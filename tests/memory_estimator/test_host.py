@@ -148,11 +148,11 @@ def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
         for at in ((4, 0, 0), (5, 0, 1), (6, 0, 0), (7, 1, 0))
     )
     write_line(tmp_path, "proc/cpuinfo", "\n\n".join(lines))
-    write_line(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
+    write_line(tmp_path, "proc/meminfo", "MemTotal: 8 kB\nMemFree: 4 kB")
     write_line(tmp_path, "proc/self/status", "Cpus_allowed_list: 4-7")
     host = read_host(tmp_path)
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == (2, 3, 4, 1)
-    assert host.available_bytes == 8192
+    assert host.available_bytes == 4096
 
 
 def test_where_there_is_no_proc_psutil_is_asked(tmp_path):

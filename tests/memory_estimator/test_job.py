@@ -133,6 +133,7 @@ def test_a_run_keeps_its_strides_and_one_that_halves_all_axes_names_none(tmp_pat
         ({"schema": 0}, f"of schema {PLAN_SCHEMA}, got schema 0; use the version"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"workers": 3}, "got 3 workers for batches of 8"),
+        ({"workers": 0}, "got 0 workers"),
         ({"config": {}}, "got no 'device'"),
     ],
 )
