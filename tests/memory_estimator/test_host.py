@@ -71,6 +71,7 @@ def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype
     write_tree(tmp_path, dataclasses.replace(XEON, host=made_up))
     host = read_host(tmp_path)
     assert (host.instructions, host.best_dtype) == (name, dtype)
+    assert ("avx2" in host.native.why) == (name == "")
 
 
 @pytest.mark.parametrize(
