@@ -43,6 +43,7 @@ def test_only_the_cpus_in_the_mask_count(xeon, mask, counts):
             1,
         ),  # numactl
         ("Mems_allowed_list: 1", "", 1),  # Slurm
+        ("Mems_allowed_list: 1", "561bbaff2000 bind:0-1 file=/usr/bin/python3\n", 1),
         ("Mems_allowed_list: 0-1", "561bbaff2000 interleave:0-1 file=/usr/bin/python3\n", 2),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.settings import recipe_settings
 from memory_estimator.common.schema import add_options
-from memory_estimator.job import RECIPES, Job, JobOptions, job_from, why_strides
+from memory_estimator.job import RECIPES, Job, JobOptions, job_from, statistics_note, why_strides
 from memory_estimator.sources import PLAN_SCHEMA, JobSource, read_run, source_job
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
@@ -37,6 +37,11 @@ def parsed(text):
 def test_a_job_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Job(**changes)
+
+
+def test_batch_norm_in_parts_of_a_batch_has_a_note():
+    of_volumes = [statistics_note("batch", 4, micro) for micro in (4, 2)]
+    assert [*map(bool, of_volumes), statistics_note("instance", 4, 2)] == [False, True, ""]
 
 
 def test_every_option_reaches_the_job():

@@ -101,10 +101,11 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
         ("strides", ((2, 2, 2),), "2,2,2"),  # for 5 levels, 4
         ("strides", ((1, 1, 1),) * 4, "1,1,1 1,1,1 1,1,1 1,1,1"),
         ("strides", (2, 2, 2, 2), "(2, 2, 2, 2)"),
+        ("average", (3, 1, 1), "(3, 1, 1)"),
     ],
 )
 def test_a_bad_setting_is_refused_by_its_option_and_as_it_is_typed(field, value, got):
-    name = field if field == "channels" else f"--{field}"
+    name = field if field in ("channels", "average") else f"--{field}"
     with pytest.raises(ValueError, match=f"^{name} must be .*, got {re.escape(got)};"):
         UNetConfig(**{field: value})
 
