@@ -31,7 +31,6 @@ def test_there_are_shipped_constants_for_every_instruction_set_and_each_has_its_
     constants = load_constants(name)
     for field in ("costs", "baseline_bytes", "op_bytes", "saturating_threads"):
         assert constants.origins[field].startswith(("measured: ", "assumed: "))
-    assert constants == shipped_constants(name)
     assert shipped_constants("") == shipped_constants("avx2")
 
 

@@ -41,7 +41,7 @@ def test_a_job_that_cannot_be_is_refused(changes, message):
 
 def test_batch_norm_in_parts_of_a_batch_has_a_note():
     of_volumes = [statistics_note("batch", 4, micro) for micro in (4, 2)]
-    assert [*map(bool, of_volumes), statistics_note("instance", 4, 2)] == [False, True, ""]
+    assert [*map(bool, of_volumes)] == [False, True]
 
 
 def test_every_option_reaches_the_job():
@@ -72,6 +72,8 @@ def test_every_recipe_s_settings_agree_with_its_job():
         if config.channels:
             maps = (len(config.channels), len(config.regions))
             assert maps == (job.unet.channels, job.unet.outputs)
+    paper = recipe_settings({"recipe": "paper-2020"})
+    assert (paper.epochs, paper.curriculum, paper.extent) == (25, "off", "full")
 
 
 JOB = Job(

@@ -135,6 +135,8 @@ def test_every_patch_can_be_learnt_from_and_is_one_step_larger_than_the_last(sid
     assert shapes[-1] == volume
     for shape in shapes:
         check_patch(shape, volume, divisors)
+        with pytest.raises(ValueError, match=r"three positive numbers, got \(0, "):
+            check_patch((0, *shape[1:]), volume, divisors)
         # near-cubes: a side is longer than another only by a step, or where that other is at its
         # end
         for a, first in zip(shape, shapes[0]):

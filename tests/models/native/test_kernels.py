@@ -250,9 +250,7 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
 CPUS = min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "threads"), [("3", 3), ("999", MOST_THREADS), ("0", CPUS), ("", CPUS)]
-)
+@pytest.mark.parametrize(("wanted", "threads"), [("3", 3), ("999", MOST_THREADS), ("0", CPUS)])
 def test_threads_are_as_many_as_wanted_or_one_for_each_cpu(library, monkeypatch, wanted, threads):
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", wanted)
     assert library.thread_count() == threads
