@@ -37,19 +37,19 @@ def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side
 
 @pytest.mark.parametrize(
     ("network", "step_s"),
-    [({}, 5.065), ({"up": "upsampling", "residual": True, "norm": "none"}, 5.291)],
+    [({}, 9.46281), ({"up": "upsampling", "residual": True, "norm": "none"}, 9.96348)],
 )
 def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy_alike(
     network, step_s
 ):
     """Seconds by the shipped constants of "avx2", doubled."""
     unets = [UNetConfig(policy=policy, **network) for policy in POLICIES]
-    jobs = [Job(unet, (64, 64, 64), batch=2, micro_batch=1, from_store=True) for unet in unets]
+    jobs = [Job(unet, (64, 64, 64), batch=4, micro_batch=2, from_store=True) for unet in unets]
     native = [estimate(job, shipped_constants("avx2")) for job in jobs]
     layers = [estimate(job, constants_of(WITHOUT)) for job in jobs]
     for one, other in zip(native, layers):
         assert one.upper_bound_bytes < other.upper_bound_bytes
-        assert one.step_s < other.step_s == pytest.approx(step_s, rel=1e-3)
+        assert one.step_s < other.step_s == pytest.approx(step_s)
     assert layers[0].upper_bound_bytes == layers[1].upper_bound_bytes
     assert "TensorFlow's layers" in layers[0].margin
     assert constants_of(WITHOUT).name.startswith("2 times the seconds")
