@@ -71,7 +71,7 @@ def test_json_becomes_records_of_the_kinds_that_their_fields_have():
         (b'"\\ud800"', "surrogates not allowed"),
         (b"[" * 10**5, "nested too deep"),
     ],
-    ids="empty colon encoding surrogate deep".split(),
+    ids=["empty", "colon", "encoding", "surrogate", "deep"],
 )
 def test_what_is_no_json_in_utf_8_is_refused_with_its_fault(tmp_path, content, fault):
     (tmp_path / "a.json").write_bytes(content)
