@@ -22,14 +22,6 @@ def sources(*folders, pattern="*.py"):
     return [path for folder in folders for path in sorted((ROOT / folder).rglob(pattern))]
 
 
-def test_keras_is_reached_through_tensorflow_alone():
-    """`import keras` is Keras 3 beside TensorFlow 2.16 and later; tf.keras is Keras 2 on both
-    engines."""
-    paths = sources("models", "memory_estimator", "cpu3d", "tests")
-    packages = {name.partition(".")[0] for path in paths for name in imported(path)}
-    assert not {"keras", "tf_keras"} & packages
-
-
 def run_python(script, *arguments):
     """The end of a script in a process of its own, with what it printed."""
     command = [sys.executable, "-c", script, *arguments]

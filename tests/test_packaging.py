@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from cpu3d.util.records import VERSION
-from memory_estimator.installed import as_typed, how_to_install
+from memory_estimator.installed import as_typed, how_to_install, installed_engine
 from tests.test_imports import ROOT, sources
 
 PACKAGES = ("cpu3d", "memory_estimator", "models")
@@ -137,6 +137,12 @@ def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file)
             assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
 
 
-def test_a_checkout_calls_itself_as_its_user_types_it():
+def test_a_checkout_calls_itself_as_its_user_types_it(monkeypatch):
     assert as_typed("./run.sh estimate, ./run.sh train") == "./run.sh estimate, ./run.sh train"
     assert how_to_install() == "run `./run.sh setup`"
+    assert how_to_install("gpu") == "run `./run.sh setup --gpu`"
+    for name in ("in_checkout", "itex_is_installed", "has_tensorflow"):
+        monkeypatch.setattr(f"memory_estimator.installed.{name}", bool)  # False
+    assert installed_engine() == "itex"  # on a laptop that plans
+    assert how_to_install("full") == "run `pip install 'cpu3d[full]'`"
+    assert how_to_install("mlflow") == how_to_install().replace("]", ",mlflow]")

@@ -31,7 +31,6 @@ def test_there_are_shipped_constants_for_every_instruction_set_and_each_has_its_
     constants = load_constants(name)
     for field in ("costs", "baseline_bytes", "op_bytes", "saturating_threads"):
         assert constants.origins[field].startswith(("measured: ", "assumed: "))
-    assert constants == shipped_constants(name)
     assert shipped_constants("") == shipped_constants("avx2")
 
 
@@ -64,6 +63,11 @@ def test_another_host_has_another_file(changes):
         (("costs", "float32", "update"), {"traffic": 1e-9}, "no 'work'"),
         (("op_bytes",), {"stock": 1}, "no 'itex'"),
         (("threads",), 0, "threads or l2_bytes below 1"),
+        (
+            ("scales",),
+            {"float32": {"scale": 0.1, "threads": 1, "date": "", "job": ""}},
+            "scale 0.1 of 1 threads",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused(place, value, message, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import psutil
 import pytest
 
 from memory_estimator.host import read_host
@@ -42,6 +43,7 @@ def test_only_the_cpus_in_the_mask_count(xeon, mask, counts):
             1,
         ),  # numactl
         ("Mems_allowed_list: 1", "", 1),  # Slurm
+        ("Mems_allowed_list: 1", "561bbaff2000 bind:0-1 file=/usr/bin/python3\n", 1),
         ("Mems_allowed_list: 0-1", "561bbaff2000 interleave:0-1 file=/usr/bin/python3\n", 2),
     ],
 )
@@ -70,6 +72,7 @@ def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype
     write_tree(tmp_path, dataclasses.replace(XEON, host=made_up))
     host = read_host(tmp_path)
     assert (host.instructions, host.best_dtype) == (name, dtype)
+    assert ("avx2" in host.native.why) == (name == "")
 
 
 @pytest.mark.parametrize(
@@ -92,14 +95,14 @@ def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype
             # The path is the host's: the container sees the top alone.
             "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
             {
-                "cpu,cpuacct/cpu.cfs_quota_us": 250000,
+                "cpu,cpuacct/cpu.cfs_quota_us": 270000,
                 "cpu,cpuacct/cpu.cfs_period_us": 100000,
                 "memory/memory.limit_in_bytes": 8 * GIB,
                 "memory/memory.usage_in_bytes": 3 * GIB,
-                "memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}",
+                "memory/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file {GIB}",
             },
-            2.5,
-            2 * GIB,
+            2.7,
+            GIB,
             8 * GIB,
         ),
     ],
@@ -130,11 +133,15 @@ def test_the_cgroup_on_the_way_up_that_leaves_least_decides(big, job_used, left)
     assert (host.free_bytes, host.cpu_quota) == (left * GIB, 8.0)
 
 
-@pytest.mark.parametrize(("time", "quota"), [(63, 63.0), (64, None)])
-def test_a_quota_of_all_the_cpus_or_more_is_none(big, time, quota):
+@pytest.mark.parametrize(
+    ("time", "quota", "cores"), [(0.5, 0.5, 1), (63, 63.0, 63), (64, None, 64)]
+)
+def test_a_quota_of_all_the_cpus_or_more_is_none(big, time, quota, cores):
     """A pod of Kubernetes whose CPUs are its own."""
-    write_line(big, "sys/fs/cgroup/cpu.max", f"{time}00000 100000")
-    assert read_host(big).cpu_quota == quota
+    write_line(big, "sys/fs/cgroup/cpu.max", f"{time * 10**5:.0f} 100000")
+    write_line(big, "sys/fs/cgroup/memory.max", 256 * GIB)  # all of it
+    host = read_host(big)
+    assert (host.cpu_quota, host.usable_cores, host.cgroup_limit_bytes) == (quota, cores, None)
 
 
 def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
@@ -143,8 +150,14 @@ def test_without_sys_the_cores_come_from_cpuinfo(tmp_path):
         for at in ((4, 0, 0), (5, 0, 1), (6, 0, 0), (7, 1, 0))
     )
     write_line(tmp_path, "proc/cpuinfo", "\n\n".join(lines))
-    write_line(tmp_path, "proc/meminfo", "MemTotal: 8 kB")
+    write_line(tmp_path, "proc/meminfo", "MemTotal: 8 kB\nMemFree: 4 kB")
     write_line(tmp_path, "proc/self/status", "Cpus_allowed_list: 4-7")
     host = read_host(tmp_path)
     assert (host.sockets, host.cores, host.logical_cpus, host.numa_nodes) == (2, 3, 4, 1)
-    assert host.available_bytes == 8192
+    assert host.available_bytes == 4096
+
+
+def test_where_there_is_no_proc_psutil_is_asked(tmp_path):
+    host = read_host(tmp_path)
+    assert (host.logical_cpus, host.isa) == (psutil.cpu_count(), ())
+    assert host.available_bytes < host.memory_bytes == psutil.virtual_memory().total

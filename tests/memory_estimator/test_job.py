@@ -8,7 +8,7 @@ import pytest
 
 from cpu3d.settings import recipe_settings
 from memory_estimator.common.schema import add_options
-from memory_estimator.job import RECIPES, Job, JobOptions, job_from
+from memory_estimator.job import RECIPES, Job, JobOptions, job_from, statistics_note, why_strides
 from memory_estimator.sources import PLAN_SCHEMA, JobSource, read_run, source_job
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
@@ -39,6 +39,11 @@ def test_a_job_that_cannot_be_is_refused(changes, message):
         Job(**changes)
 
 
+def test_batch_norm_in_parts_of_a_batch_has_a_note():
+    of_volumes = [statistics_note("batch", 4, micro) for micro in (4, 2)]
+    assert [*map(bool, of_volumes)] == [False, True]
+
+
 def test_every_option_reaches_the_job():
     line = (
         "--shape 64 80 96 --batch 4 --micro-batch 2 --classes 2 --network cicek2016 "
@@ -67,12 +72,14 @@ def test_every_recipe_s_settings_agree_with_its_job():
         if config.channels:
             maps = (len(config.channels), len(config.regions))
             assert maps == (job.unet.channels, job.unet.outputs)
+    paper = recipe_settings({"recipe": "paper-2020"})
+    assert (paper.epochs, paper.curriculum, paper.extent) == (25, "off", "full")
 
 
 JOB = Job(
     UNetConfig(filters=8, dtype="bfloat16", policy="lean"),
     (64, 80, 96),
-    batch=4,
+    batch=8,
     micro_batch=2,
     optimizer="sgd",
     engine="stock",
@@ -102,11 +109,15 @@ def write_plan(folder, job=JOB, workers=2, device="cpu", schedule=SCHEDULE, **ch
 
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
     assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, SCHEDULE)
+    words = (
+        "64 x 80 x 96 x 4 -> 3, unet3d, 5 levels, 8 filters, instance norm, batch 8, 2 at a time"
+    )
+    assert JOB.describe() == f"{words}, bfloat16, sgd, stock, policy lean, 1 thread"
     (of_card,) = read_run(write_plan(tmp_path, device="gpu:1")).notes
     assert "gpu:1" in of_card
 
 
-@pytest.mark.parametrize("more", ["--shape 64 64 64", "--strides 2,2,1", "--batch 2"])
+@pytest.mark.parametrize("more", ["--shape 64 64 64", "--depth 4", "--strides 2,2,1", "--batch 2"])
 def test_options_that_change_the_steps_of_a_run_leave_a_step_alone(more, tmp_path):
     run = f"--run {write_plan(tmp_path)} "
     source = source_job(parsed(run + more))
@@ -126,9 +137,10 @@ def test_a_run_keeps_its_strides_and_one_that_halves_all_axes_names_none(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 0}, f"of schema {PLAN_SCHEMA}, got schema 0"),
+        ({"schema": 0}, f"of schema {PLAN_SCHEMA}, got schema 0; use the version"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
-        ({"workers": 3}, "got 3 workers for batches of 4"),
+        ({"workers": 3}, "got 3 workers for batches of 8"),
+        ({"workers": 0}, "got 0 workers"),
         ({"config": {}}, "got no 'device'"),
     ],
 )
@@ -155,3 +167,5 @@ def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(line, sha
     args = parsed(line)
     job = job_from(args, source_job(args).job)
     assert (job.shape, job.unet.strides) == (shape, strides)
+    sides = " x ".join(line.split()[1:4])
+    assert why_strides(args, job).startswith(sides) != ("--strides" in line)

@@ -16,36 +16,43 @@ WITHOUT = dataclasses.replace(SMALL.host, isa=("avx",))
 """A host on which native operations do not run."""
 
 # Job, side, MiB of the process at most: `bench step` without built libraries on two cores of an AMD
-# EPYC, TensorFlow 2.15.1, 2026-11-26.
+# EPYC, TensorFlow 2.15.1, 2026-11-26; and what is predicted, as a share of it.
 MEASURED = [
-    ({}, {}, 96, 1914),
-    ({"norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
-    ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
-    ({}, {"engine": "stock"}, 96, 1532),
-    ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195),
-    ({"dtype": "bfloat16"}, {}, 128, 2275),
+    ({}, {}, 96, 1914, 0.9265),
+    ({"norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435, 0.9336),
+    ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141, 0.9955),
+    ({}, {"engine": "stock"}, 96, 1532, 1.0335),
+    ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195, 1.0017),
+    ({"dtype": "bfloat16"}, {}, 128, 2275, 0.9317),
 ]
 
 
-@pytest.mark.parametrize(("unet", "more", "side", "held_mib"), MEASURED)
-def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side, held_mib):
+@pytest.mark.parametrize(("unet", "more", "side", "held_mib", "share"), MEASURED)
+def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side, held_mib, share):
     job = Job(UNetConfig(**unet), (side,) * 3, threads=2, **more)
     predicted = estimate(job, constants_of(WITHOUT))
-    assert predicted.process_peak_bytes == pytest.approx(held_mib * MIB, rel=0.1)
+    assert predicted.process_peak_bytes == pytest.approx(share * held_mib * MIB, rel=1e-3)
     assert held_mib * MIB <= predicted.upper_bound_bytes <= 1.5 * held_mib * MIB
 
 
-@pytest.mark.parametrize("network", [{}, {"up": "upsampling", "residual": True, "norm": "none"}])
-def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy_alike(network):
+@pytest.mark.parametrize(
+    ("network", "step_s"),
+    [({}, 9.46281), ({"up": "upsampling", "residual": True, "norm": "none"}, 9.96348)],
+)
+def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy_alike(
+    network, step_s
+):
+    """Seconds by the shipped constants of "avx2", doubled."""
     unets = [UNetConfig(policy=policy, **network) for policy in POLICIES]
-    jobs = [Job(unet, (64, 64, 64), batch=2, micro_batch=1, from_store=True) for unet in unets]
+    jobs = [Job(unet, (64, 64, 64), batch=4, micro_batch=2, from_store=True) for unet in unets]
     native = [estimate(job, shipped_constants("avx2")) for job in jobs]
     layers = [estimate(job, constants_of(WITHOUT)) for job in jobs]
     for one, other in zip(native, layers):
         assert one.upper_bound_bytes < other.upper_bound_bytes
-        assert one.step_s < other.step_s
+        assert one.step_s < other.step_s == pytest.approx(step_s)
     assert layers[0].upper_bound_bytes == layers[1].upper_bound_bytes
     assert "TensorFlow's layers" in layers[0].margin
+    assert constants_of(WITHOUT).name.startswith("2 times the seconds")
     assert sum(line.bytes for line in layers[0].components) == layers[0].process_peak_bytes
 
 

@@ -7,7 +7,7 @@ import pytest
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.job import Job
 from memory_estimator.step.timeline import NativeOperation, Program, StepOp
-from memory_estimator.step.timing import op_seconds
+from memory_estimator.step.timing import op_seconds, step_busy_share
 
 MIB = 2**20
 
@@ -64,3 +64,5 @@ def test_an_operation_takes_as_long_as_the_thread_with_most_of_its_rows(threads,
     op = StepOp("p", "project", native=native, flops=10**6)
     constants = dataclasses.replace(CONSTANTS, instructions="avx2")
     assert seconds(op, threads=threads, constants=constants) == pytest.approx(1e-3 * work_s + 1e-5)
+    share = step_busy_share(Program((), (op,)), constants, Job(threads=threads))
+    assert share == pytest.approx(1.5 / (threads * work_s))

@@ -10,9 +10,10 @@ from models.native.library import InstructionSetError, NativeOperations
 from models.unet3d import build_unet3d
 
 
-def test_layers_that_cannot_compute_in_bfloat16_are_not_asked_to(monkeypatch):
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_layers_that_cannot_compute_in_bfloat16_are_not_asked_to(monkeypatch, variable):
     """On a host without native operations, whose oneDNN may not use AVX-512."""
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv(variable, "AVX2")
     monkeypatch.setattr(operations, "available", lambda: False)
     monkeypatch.setattr("memory_estimator.host.native_operations", NativeOperations)
     assert not layers_have_bfloat16()

@@ -9,8 +9,8 @@ from models.layers import PRIOR_LOGIT
 from models.optimizers import OPTIMIZERS
 
 
-def test_muon_forgets_as_its_paper_says():
-    assert OPTIMIZERS["muon"].momentum == 0.95
+def test_muon_forgets_as_its_paper_says_and_descent_more_slowly():
+    assert (OPTIMIZERS["muon"].momentum, OPTIMIZERS["sgd"].momentum) == (0.95, 0.99)
 
 
 def test_a_region_is_expected_in_one_voxel_of_twenty():

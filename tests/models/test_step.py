@@ -154,15 +154,6 @@ def image_gradient(network, image, training=True):
     return tape.gradient(loss, image).numpy()
 
 
-def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient(case):
-    model, image, _ = case
-    with tf.GradientTape(persistent=True) as tape:
-        loss = tf.reduce_mean(model(image, training=True) ** 2)
-    answers = [tape.gradient(loss, model.trainable_variables) for _ in range(2)]
-    assert max(distances(*answers)) < 1e-6
-    assert tape.gradient(loss, image) is None
-
-
 @pytest.mark.parametrize("training", [None, False, True])
 def test_a_tape_has_gradients_as_of_the_layers_in_training_or_not(case, training):
     model, image, expected = case
@@ -206,22 +197,6 @@ def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(poli
     config = NETWORKS["batch, one level below"]
     result = step(dataclasses.replace(config, policy=policy), **more)
     assert max(distances(result.gradients, step_of_layers(config).gradients)) < 1e-4
-
-
-def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
-    rng = np.random.default_rng(0)
-    image = rng.standard_normal((BATCH, *GRID, 4))
-    target = rng.random((BATCH, *GRID, 3)) < 0.1
-
-    def changes(eager):
-        model = build_unet3d(UNetConfig(filters=4, depth=2), GRID)
-        first = model.get_weights()
-        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
-        model.compile(tf.keras.optimizers.SGD(1.0), loss, run_eagerly=eager)
-        model.train_on_batch(image, target)
-        return [after - before for after, before in zip(model.get_weights(), first)]
-
-    assert max(distances(changes(eager=False), changes(eager=True))) < 1e-3
 
 
 def test_a_dropped_network_goes_with_its_weights():

@@ -44,6 +44,7 @@ def test_layers_and_weights_are_listed_as_keras_has_them(variant):
 
     listed = network_weights(config)
     assert [weight.array for weight in listed] == weight_names(model.weights)
+    assert listed[2].array == "model/002"
     trainable = [weight.shape for weight in listed if weight.is_trainable]
     assert trainable == [weight.shape for weight in model.trainable_weights]
     for layer in model.layers:
@@ -87,7 +88,7 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
     up = 2 * 64 * 2
     head = 2 * 64
     every = 5 * top + below + up + head  # the decoder's first reads two maps
-    assert training_flops(config, (4, 4, 4)) == 3 * every - top
+    assert training_flops(config, (4, 4, 4), 2) == 2 * (3 * every - top)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +96,16 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
     [
         ("channels", 0, "0"),
         ("depth", 1, "1"),
+        ("depth", 9, "9"),
         ("norm", "layer", "'layer'"),
         ("strides", ((2, 2, 2),), "2,2,2"),  # for 5 levels, 4
         ("strides", ((1, 1, 1),) * 4, "1,1,1 1,1,1 1,1,1 1,1,1"),
         ("strides", (2, 2, 2, 2), "(2, 2, 2, 2)"),
+        ("average", (3, 1, 1), "(3, 1, 1)"),
     ],
 )
 def test_a_bad_setting_is_refused_by_its_option_and_as_it_is_typed(field, value, got):
-    name = field if field == "channels" else f"--{field}"
+    name = field if field in ("channels", "average") else f"--{field}"
     with pytest.raises(ValueError, match=f"^{name} must be .*, got {re.escape(got)};"):
         UNetConfig(**{field: value})
 
@@ -119,9 +122,9 @@ def test_strides_say_which_axes_a_level_halves():
     shape = (64, 20, 6)
     grids = [config.grid(shape, level) for level in range(4)]
     assert grids == [shape, (32, 10, 6), (16, 10, 6), (8, 5, 3)]
-    rule = r"must be divisible by 8, 4 and 2 along X, Y and Z; pad to \(64, 20, 6\) or crop to"
+    rule = r"divisible by 8, 4 and 2 along X, Y and Z; pad to \(8, 20, 6\) or crop to \(8, 20, 4\)"
     with pytest.raises(ValueError, match=rule):
-        config.check_shape((64, 20, 5))
+        config.check_shape((4, 20, 5))
     assert UNetConfig(depth=3, strides=((2, 2, 2), (2, 2, 2))) == UNetConfig(depth=3)
 
 

@@ -1,76 +1,14 @@
-"""Errors of predictions and the margin that is made of them, by hand; the shipped ones are those of
-the records."""
+"""Errors of predictions and the margins that are made of them: the shipped ones are those of the
+records."""
 
 from pathlib import Path
 
 import pytest
 
-from memory_estimator.accuracy import Accuracy, load_accuracy
-from memory_estimator.job import Job
-from models.config import UNetConfig
-from records.measured import (
-    LEAST_RECORDS,
-    Measured,
-    Row,
-    digest,
-    left_out_in_turn,
-    margin_share,
-    spread,
-)
+from memory_estimator.accuracy import load_accuracy
+from records.measured import digest, left_out_in_turn, spread
 from records.tables import SECTIONS, tables
 from records.validate import validation
-
-GIB = 2**30
-
-
-def row(process, side=128, threads=1, measured=10 * GIB, policy="speed", **about):
-    """A step whose peak was predicted so."""
-    job = Job(UNetConfig(policy=policy), (side,) * 3, threads=threads)
-    step = Measured(job, 1.0, measured, measured, **about)
-    errors = {"allocator_peak": 0.0, "process_peak": process / measured - 1, "step_s": None}
-    return Row(step, process, True, {**errors, "upper_bound": 0.1})
-
-
-def rows_of(errors, **about):
-    """Steps whose peak is off by these shares."""
-    return [row(process=int(10 * GIB * (1 + error)), **about) for error in errors]
-
-
-ERRORS = (-0.031, 0.02, 0.01, 0.0, -0.01, 0.003, -0.002, 0.015, -0.004)
-
-
-@pytest.mark.parametrize("errors", [ERRORS, (0.05, 0.04) * 6, (-0.005,) * 9])
-def test_a_margin_lies_above_every_record_and_by_their_spread_above_the_next(errors):
-    rows = rows_of(errors)
-    share = margin_share(rows)
-    assert share >= max(0, 1 / (1 + min(errors)) - 1)
-    assert margin_share(rows_of([3 * error for error in errors])) >= share
-    assert margin_share(rows_of([*errors, -0.1])) > 0.1
-
-
-def test_errors_and_margins_are_those_of_a_kind_and_few_records_are_none():
-    rows = [
-        *rows_of(ERRORS, version="1"),
-        *rows_of((0.0,) * 9, version="2", host="b", threads=4, policy="lean"),
-    ]
-    second, first = digest(rows).kinds
-    assert (first.versions, first.records, first.held_out, first.threads) == (("1",), 9, 9, (1,))
-    assert (first.process_peak.median, first.process_peak.worst) == (0.01, 0.031)
-    assert (second.hosts, second.threads, second.process_peak.worst) == (("b",), (4,), 0.0)
-    assert first.margin_share > second.margin_share == 0
-    assert digest(rows_of((0.3,) * (LEAST_RECORDS - 1))) == Accuracy(())
-    assert left_out_in_turn(rows) == (1, 18)  # the first of ERRORS
-    assert left_out_in_turn(rows_of((*(0.0,) * 9, -0.2))) == (1, 10)
-
-
-def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
-    (kind,) = digest([*rows_of((0.01,) * 9), *rows_of((0.2,), side=64)]).kinds
-    assert (kind.records, kind.held_out, kind.process_peak.worst) == (10, 9, 0.01)
-    assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
-
-
-# --- The published records ---
-
 
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 

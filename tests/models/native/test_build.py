@@ -66,6 +66,7 @@ def test_libraries_are_for_the_instruction_sets_that_the_compiler_knows_and_repl
     compiler.set("REFUSED", "pointwise.c")
     with pytest.raises(subprocess.CalledProcessError):
         build(folder=built)
+    main()  # prints it
     assert list(built.iterdir()) == [other]
     compiler.set("REFUSED", "nothing")
     pair = build(folder=built)

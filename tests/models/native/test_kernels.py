@@ -2,11 +2,13 @@
 functions alone."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
 
 from models.config import MOST_CHANNELS
+from models.native.shared import MOST_THREADS
 from tests.models.native.reference import (
     MOST_AT_ONCE,
     THREADS,
@@ -243,6 +245,15 @@ def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
     coefficients = np.ones((1, 6, 4), np.float32)
     result, _ = convolve(kernel, shape, 1, [values], filters, coefficients)
     assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
+
+
+CPUS = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+
+
+@pytest.mark.parametrize(("wanted", "threads"), [("3", 3), ("999", MOST_THREADS), ("0", CPUS)])
+def test_threads_are_as_many_as_wanted_or_one_for_each_cpu(library, monkeypatch, wanted, threads):
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", wanted)
+    assert library.thread_count() == threads
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -41,10 +41,13 @@ def test_the_library_s_answer_is_what_python_says_of_this_cpu(pair):
 
 
 def test_a_known_name_computes_or_is_refused_for_a_flag_that_the_cpu_lacks(pair, monkeypatch):
+    best = native_operations().float32
     for name, each in INSTRUCTION_SETS.items():
         monkeypatch.setenv(VARIABLE, name)
         try:
-            assert native_operations().bfloat16 == name
+            native = native_operations()
+            assert native.bfloat16 == name
+            assert native.float32 == (best if each.bfloat16_alone else name)
         except InstructionSetError as error:
             lacking = str(error).split(f"got {name}, for which it lacks ")[1]
             assert any(flag in lacking for flag in set(each.needs) - set(read_host().isa))

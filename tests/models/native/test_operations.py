@@ -83,6 +83,14 @@ def test_a_target_and_factors_that_do_not_fit_the_logits_are_refused(target, fac
         operations.loss_slope(logits, tf.zeros(target, tf.uint8), tf.zeros(factors))
 
 
+def test_strides_and_a_matrix_out_of_range_are_refused():
+    map_ = Source(tf.zeros((1, 6, 6, 6, 4)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="strides must be 1 or 2, got 2, 2, 3"):
+        operations.operate("max_pool", map_, strides=(2, 2, 3))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"2 to 5 dimensions, .*got \(4\)"):
+        operations.orthogonal(tf.zeros(4))
+
+
 # Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of
 # both coefficients, maps and others.
 KINDS = {
