@@ -14,6 +14,7 @@ from tests.cpu3d.data.made_datasets import (
     ALL,
     content_of,
     decathlon,
+    nnunet,
     tiny_label,
     write_nifti,
 )
@@ -136,8 +137,11 @@ def test_a_store_is_not_continued_with_other_settings_or_another_data_set(
     settings = StoreSettings("b2nd", crop=True, zero_nan=True)
     with pytest.raises(InputError, match=r"format .*\ncrop .*\nzero_nan .*must be False"):
         prepare(dataset, store, **THIRDS, settings=settings)
-    other = decathlon(tmp_path / "other", 4, name="SPLEEN")
-    with pytest.raises(InputError, match=r"name of .* must be 'BRATS'.*, got 'SPLEEN'"):
+    labels = {"background": 0, "spleen": 1, "2": 2, "3": 3}
+    channels = dict(zip("0123", "abcd"))
+    other = nnunet(tmp_path / "other", 4, name="SPLEEN", labels=labels, channel_names=channels)
+    rules = r"name of .* 'BRATS'.*, got 'SPLEEN'\nlayout .*\nchannels .*\nlabels of "
+    with pytest.raises(InputError, match=rules):
         prepare(other, store, **THIRDS)
     assert content_of(store) == before
 

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import re
 import unicodedata
 
@@ -7,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
 from cpu3d.data.fold import deal, parse_fold, with_fold, with_folds
 from cpu3d.data.store import Store, open_store
@@ -15,7 +15,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import split_cases
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
-from tests.cpu3d.data.made_datasets import dataset_json, decathlon
+from tests.cpu3d.data.made_datasets import ALL, dataset_json, decathlon
 
 TENTHS = (0.8, 0.1, 0.1)
 PATIENTS = st.dictionaries(st.text(min_size=1), st.sampled_from("abcdefghijkl"), min_size=1)
@@ -49,6 +49,12 @@ def test_shares_are_near_the_fractions_and_never_nothing_where_something_was_ask
 ):
     split = split_cases(one_each(patients), fractions=fractions, seed=0)
     assert tuple(map(len, split.values())) == sizes
+
+
+@pytest.mark.parametrize("fractions", [(0, 0, 0), (2, -1, 0), (1, math.inf, 0)])
+def test_shares_that_are_none_are_refused(fractions):
+    with pytest.raises(InputError, match="--split must be three shares of at least 0, not all 0"):
+        split_cases(one_each(4), fractions=fractions, seed=0)
 
 
 def patients_in(parts, patients):
@@ -161,9 +167,13 @@ def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patien
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
-def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(dataset):
-    found = read_dataset(dataset("UCSF-PDGM-0001", "UCSF-PDGM-0001_FU002d", "UCSF-PDGM-0002"))
+def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(tmp_path, dataset, capsys):
+    data = dataset("UCSF-PDGM-0001", "UCSF-PDGM-0001_FU002d", "UCSF-PDGM-0002")
+    found = prepare(data, tmp_path / "store", **ALL)
     assert [case.patient_id for case in found.cases] == [f"UCSF-PDGM-000{n}" for n in (1, 1, 2)]
+    out = capsys.readouterr().out
+    assert re.search("Patients: 2\n  2 cases: not known .*\n  1 case: UCSF.*\n  if a patient", out)
+    assert re.search("3 of 2 patients, 0 unlabelled\n  patients 2 cases: not .*; 1 case: UCSF", out)
 
 
 def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
@@ -243,9 +253,11 @@ def split_as(tmp_path):
     return run
 
 
-def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, split_as):
+def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, split_as, capsys):
     data = dataset(*"abcd")
     manifest = split_as(TWO, data)
+    folds = r"2 given .*: 2 \+ 1, 2 \+ 1; .* --fold I/2; .*; 1 case in no fold"
+    assert re.search(folds, capsys.readouterr().out)
     opened = open_store(tmp_path / "store")
     own = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
     assert manifest.split == own, "without --fold as fold 1; what no fold names is untouched"
