@@ -158,6 +158,9 @@ def test_cases_of_the_test_split_decide_neither_kinds_nor_windows(tmp_path):
     ct, mri = manifest.normalisation
     assert ct.high < 100
     assert mri.kind is Kind.ZSCORE
+    tested = prepare(data, tmp_path / "tested", fractions=(0, 0, 1), workers=1).normalisation
+    assert tested[0].high > 1000  # without training cases all decide
+    assert tested[1].kind is Kind.FOREGROUND
 
 
 def test_kinds_are_of_cases_spread_over_the_data_set(tmp_path, monkeypatch):
@@ -173,7 +176,7 @@ def test_kinds_are_of_cases_spread_over_the_data_set(tmp_path, monkeypatch):
 def test_scores_that_a_user_chose_for_a_ct_are_given_and_others_are_refused(tmp_path):
     store = prepared(tmp_path, in_hounsfield_units, normalise=("MRI=zscore",))
     assert kinds(store) == ["zscore"]
-    with pytest.raises(InputError, match="must not be CT"):
+    with pytest.raises(InputError, match="must not be CT, got 5% of its voxels"):
         prepared(tmp_path, in_hounsfield_units, normalise=("MRI=zscore-foreground",), name="other")
     words = ("CT=zscore-foreground",)
     named = prepared(tmp_path, in_hounsfield_units, names=("CT",), normalise=words, name="named")
@@ -182,7 +185,7 @@ def test_scores_that_a_user_chose_for_a_ct_are_given_and_others_are_refused(tmp_
 
 def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(tmp_path, ct_data):
     relabelled(ct_data, np.zeros(SHAPE, np.uint8), "c_0", "c_1", "c_2", "c_3")
-    with pytest.raises(InputError, match="--normalise CT=zscore"):
+    with pytest.raises(InputError, match=r"window of CT, got none; .* --normalise CT=zscore"):
         prepare(ct_data, tmp_path / "store", **ALL_TRAIN)
     chosen = StoreSettings(normalise=("CT=zscore",))
     manifest = prepare(ct_data, tmp_path / "other", **ALL_TRAIN, settings=chosen)

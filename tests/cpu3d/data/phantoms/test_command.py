@@ -72,15 +72,15 @@ def test_a_shape_out_of_range_and_another_seed_are_refused_and_what_is_lost_is_w
 
 
 @pytest.mark.parametrize(
-    ("shape", "index", "total"), [((80, 72, 60), 0, 8520), ((24, 24, 24), 3, 383)]
+    ("shape", "index", "facts"),
+    [
+        ((80, 72, 60), 0, (8520, -1024, 632, -631.745, 488.287)),
+        ((24, 24, 24), 3, (383, -1024, 622, -588.932, 489.017)),
+    ],
 )
-def test_a_ct_has_a_liver_with_lesions_among_tissues_of_the_same_values(shape, index, total):
+def test_a_ct_has_a_liver_with_lesions_among_tissues_of_the_same_values(shape, index, facts):
     image, label = ct_case(shape, seed=3, index=index)
     assert (image.dtype, image.shape, label.dtype) == (np.int16, shape, np.uint8)
-    assert min(np.bincount(label.ravel(), minlength=3)) >= 8
-    assert label.sum() == total  # as it was first drawn
     assert np.median(image[label == 1]) - np.median(image[label == 2]) > 20
-    outside = image[:2, :2]
-    assert np.median(outside) == pytest.approx(-1000, abs=3)
-    assert outside.std() == pytest.approx(10, abs=3)
-    assert np.count_nonzero(np.abs(image) < 5) > 20, "water, at 0 HU"
+    made = (label.sum(), image.min(), image.max(), image.mean(), image.std())
+    assert made == pytest.approx(facts, abs=0.01)  # as it was first drawn

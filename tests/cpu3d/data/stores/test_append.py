@@ -102,7 +102,7 @@ def test_a_store_is_written_by_one_process_at_a_time(data, store):
 )
 def test_other_channels_or_labels_are_refused(data, store, field, content):
     others = decathlon(data / "others", 1, **{field: content})
-    with pytest.raises(InputError, match=r"necrosis|ADC"):
+    with pytest.raises(InputError, match=r"the labels of store.*necro|must have FLAIR, .* ADC"):
         append(store, others, workers=1)
 
 
@@ -124,7 +124,7 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
     for number in (1, 4):  # of which the store has the first
         (data / f"many/labelsTr/BRATS_00{number}.nii.gz").unlink()
-    with pytest.raises(InputError, match="got 2 bad cases"):
+    with pytest.raises(InputError, match="without bad cases, got 2 bad cases; nothing was conv"):
         append(store, data / "many", workers=1)
     assert open_store(store).manifest == before
     command = f"store append --store {store} --workers 1 --skip-bad --dataset {data / 'many'}"
@@ -132,9 +132,10 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     after = open_store(store).manifest
     printed = capsys.readouterr().out
     assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]
-    assert all(word in printed for word in ("1 new case, 2 cases it", "2 bad cases", after.split_hash))
+    words = ("1 new case, 2 cases it", "2 bad cases", after.split_hash)
+    assert all(word in printed for word in words)
     assert append(store, data / "few", workers=1).manifest == after
-    assert sorted(read_quarantine(store)) == ["BRATS_003", "BRATS_004"]
+    assert list(read_quarantine(store)) == ["BRATS_003", "BRATS_004"]
     write_nifti(data / "many/labelsTr/BRATS_004.nii.gz", tiny_label(1))
     append(store, data / "many", workers=1, skip_bad=True)
     assert [*read_quarantine(store)] == ["BRATS_003"]
@@ -167,8 +168,7 @@ def test_new_patients_are_dealt_by_the_seed():
     split = {name: (name,) for name in SPLITS}
     old = {name: name for name in SPLITS}
     new = {case_id: case_id for case_id in "abcdefghi"}
-    dealt = [deal_cases(split, old, new, seed=seed) for seed in range(3)]
-    assert dealt[1] != dealt[0] or dealt[2] != dealt[0]
+    assert len({str(deal_cases(split, old, new, seed=seed)) for seed in range(3)}) > 1
 
 
 def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_given(data):

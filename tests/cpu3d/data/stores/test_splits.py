@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
 from cpu3d.data.fold import deal, parse_fold, with_fold, with_folds
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.prepare import USUAL_SPLIT, prepare
 from cpu3d.data.stores.splits import split_cases
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import ALL, dataset_json, decathlon
 
-TENTHS = (0.8, 0.1, 0.1)
 PATIENTS = st.dictionaries(st.text(min_size=1), st.sampled_from("abcdefghijkl"), min_size=1)
 """Case id -> patient."""
 
@@ -27,7 +26,7 @@ def one_each(count):
 
 
 def test_the_split_is_the_one_it_has_always_been():
-    assert split_cases(one_each(10), fractions=TENTHS, seed=0) == {
+    assert split_cases(one_each(10), fractions=USUAL_SPLIT, seed=0) == {
         "train": ("case0", "case1", "case3", "case4", "case5", "case6", "case7", "case8"),
         "val": ("case2",),
         "test": ("case9",),
@@ -69,9 +68,9 @@ def patients_in(parts, patients):
 def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
     if len(set(patients.values())) < 3:
         with pytest.raises(InputError, match="at least 3 patients"):
-            split_cases(patients, fractions=TENTHS, seed=seed)
+            split_cases(patients, fractions=USUAL_SPLIT, seed=seed)
         return
-    split = split_cases(patients, fractions=TENTHS, seed=seed)
+    split = split_cases(patients, fractions=USUAL_SPLIT, seed=seed)
     assert min(patients_in(split.values(), patients)) > 0
 
 
