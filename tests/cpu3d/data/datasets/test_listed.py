@@ -122,6 +122,7 @@ WRONG_LABELS = (
     None,
     {"background": 0},
     {"background": 0, "other": 0, "a": 1},
+    {"background": 1, "a": 2},
     {"background": 0, "a": 1, "b": 1},
     {"background": 0, "a": 300},
     {"background": 0, "a": [0, 1]},
@@ -308,6 +309,7 @@ def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys)
         (["=1"], "NAME=CODE"),
         (["WT=1,1"], "NAME=CODE"),
         (["WT=256"], "NAME=CODE"),
+        (["WT=0"], "NAME=CODE"),
         (["WT=1", "wt=2"], "different names"),
         (["WT=1,7"], r"region WT .* got 7"),
     ],
@@ -320,13 +322,12 @@ def test_regions_that_cannot_be_are_refused_in_one_line(tmp_path, texts, rule, c
 
 
 @pytest.mark.parametrize(
-    ("order", "chosen", "is_noted"),
-    [(None, {"WT": (1, 2, 3), "ET": (3,)}, True), ([1, 2, 3], None, False)],
+    ("chosen", "is_noted"), [({"WT": (1, 2, 3), "ET": (3,)}, True), (None, False)]
 )
 def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
-    tmp_path, capsys, order, chosen, is_noted
+    tmp_path, capsys, chosen, is_noted
 ):
-    first = nnunet(tmp_path / "first", 2, labels=TUMOUR, regions_class_order=order)
+    first = nnunet(tmp_path / "first", 2, labels=TUMOUR, regions_class_order=[1, 2, 3])
     before = prepare(first, tmp_path / "store", **ALL, regions=chosen)
     capsys.readouterr()
     done = append(tmp_path / "store", nnunet(tmp_path / "more", 3, labels=TUMOUR), workers=1)
