@@ -163,10 +163,14 @@ def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient
         assert abs(len(part) - count / sum(have) * total) < 1
 
 
-def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_given(data):
-    for path in sorted((data / "few").rglob("*.nii.gz")):
+def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_given(data, capsys):
+    for path in [*(data / "few").rglob("*.nii.gz"), *(data / "many").rglob("BRATS_003*")]:
         write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))
     prepare(data / "few", data / "store", **HOW)
     bring_few(data, data / "many")
-    done = append(data / "store", data / "many", workers=1, skip_bad=True)
-    assert (done.new, done.bad) == ((), IDS[3:])
+    capsys.readouterr()
+    command = "store append --store {0}/store --dataset {0}/many --workers 1 --skip-bad"
+    assert main(command.format(data).split()) == 0
+    printed = capsys.readouterr().out
+    assert "note: BRATS_003: no orientation" in printed  # and not the old cases again
+    assert "left out 2 bad cases" in printed

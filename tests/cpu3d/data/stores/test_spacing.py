@@ -42,6 +42,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
         assert (record.resampled_from is not None) == bool(record.units) == (spacing_mm != ISO)
         source = to_ras(*read_volume(data / f"labelsTr/{case_id}.nii.gz"))
         np.testing.assert_array_equal(store.truth(case_id), source)
+        assert not store.truth(case_id).flags.writeable
         assert store.image(case_id).shape == (*store.label(case_id).shape, 2) == (48, 40, 32, 2)
     assert verify(folder, workers=1) == ()
     for path in folder.glob("cases/*.t.*"):
