@@ -26,8 +26,12 @@ SHAPE = (14, 12, 10)
 EVERY = AUGMENTS["nnunet"]
 
 
+KINDS_OF_CT = "ct cta ctp cbct cect ncct nect ldct hrct mdct msct dect ctac petct hu hounsfield"
+
+
 def test_a_channel_is_ct_by_its_name():
-    ct = ["ct", "Computed Tomography", "portalCT", "PET/CT", "computed axial tomography"]
+    ct = ["Computed Tomography", "portalCT", "PET/CT", "computed axial tomography"]
+    ct += KINDS_OF_CT.split()
     assert list(filter(is_ct, [*ct, "CT1", "T1ct", "FLAIR", "direct"])) == ct
 
 

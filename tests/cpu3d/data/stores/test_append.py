@@ -17,6 +17,7 @@ from cpu3d.errors import InputError
 from cpu3d.util.lock import locked
 from tests.cpu3d.data.made_datasets import (
     content_of,
+    dataset_json,
     decathlon,
     tiny_image,
     tiny_label,
@@ -120,6 +121,8 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     data, store, capsys
 ):
     before = open_store(store).manifest
+    with dataset_json(data / "many") as content:
+        content["validation"] = [{}]
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
     for number in (1, 4):  # of which the store has the first
         (data / f"many/labelsTr/BRATS_00{number}.nii.gz").unlink()
@@ -129,9 +132,9 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     command = f"store append --store {store} --workers 1 --skip-bad --dataset {data / 'many'}"
     assert main(command.split()) == 0
     after = open_store(store).manifest
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())
     assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]
-    words = ("1 new case, 2 cases it", "2 bad cases", after.split_hash)
+    words = ("1 new case, 2 cases it", "2 bad cases", after.split_hash, '1 case under "valid')
     assert all(word in printed for word in words)
     assert append(store, data / "few", workers=1).manifest == after
     assert list(read_quarantine(store)) == ["BRATS_003", "BRATS_004"]

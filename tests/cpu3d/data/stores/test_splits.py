@@ -133,37 +133,71 @@ def dataset(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("case_id", "patient"),
-    [
-        ("BraTS-GLI-00005-100", "BraTS-GLI-00005"),
-        ("BraTS2021_00495", "BraTS2021_00495"),
-        ("Brats18_TCIA01_131_1", "Brats18_TCIA01_131"),
-        ("TCGA-02-0006_2000.01.01", "TCGA-02-0006"),
-        ("sub-01_ses-02", "sub-01"),
-        ("patient001_frame01", "patient001"),
-        ("UCSF-PDGM-0409_FU002d", "UCSF-PDGM-0409"),
-        ("A0S9V9_sa_ED", "A0S9V9"),
-        ("001_pre-op", "001"),
-        ("OAS30001_MR_d0129", "OAS30001"),
-        ("site1_day1_p1", None),
-        ("case_00012_T1", None),
-        ("10000_1000000", "10000"),
-        ("ADNI_002_S_0295_MR", "ADNI_002_S_0295"),
-        ("psma_95b833d65be2_2018", "psma_95b833d65be2"),
-        ("UPENN-GBM-00001_11", "UPENN-GBM-00001"),
-        ("p12_baseline", "p12"),
-        ("p7_2019-04-12", "p7"),
-        ("BRATS_001", None),
-        ("LUNG1-001", None),
-        ("sub-001-002", None),
-        ("ES_001", None),
-        ("BraTS-GLI-00005-1000", None),
-    ],
-)
-def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patient):
+CASES = """
+BraTS-GLI-00005-100 BraTS-GLI-00005
+BraTS2021_00495 BraTS2021_00495
+Brats18_TCIA01_131_1 Brats18_TCIA01_131
+TCGA-02-0006_2000.01.01 TCGA-02-0006
+sub-01_ses-02 sub-01
+patient001_frame01 patient001
+UCSF-PDGM-0409_FU002d UCSF-PDGM-0409
+A0S9V9_sa_ED A0S9V9
+001_pre-op 001
+OAS30001_MR_d0129 OAS30001
+site1_day1_p1
+case_00012_T1
+10000_1000000 10000
+ADNI_002_S_0295_MR ADNI_002_S_0295
+psma_95b833d65be2_2018 psma_95b833d65be2
+UPENN-GBM-00001_11 UPENN-GBM-00001
+p12_baseline p12
+p7_2019-04-12 p7
+BRATS_001
+LUNG1-001
+sub-001-002
+ES_001
+BraTS-GLI-00005-1000
+p7_phase2 p7
+p7_week-012-3 p7
+p7_month6 p7
+p7_session2 p7
+p7_visit_3b p7
+p7_time-point2 p7
+p7-TP1 p7
+p7_year1_scan2 p7
+p7_study-2 p7
+p7_M12 p7
+p7_M1
+p7_V2_brain p7
+p7_T3_gt p7
+p7_T2
+p7_20190412 p7
+p7_20191312
+p7_fu p7
+p7_follow-up2 p7
+p7_mid p7
+p7_post_treatment p7
+p7_intraRT p7
+p7_pre-contrast_nifti p7
+p7_2ch_ES p7
+RHUH-0001_1 RHUH-0001
+UCSD-PTGBM-0002_01 UCSD-PTGBM-0002
+BraTSReg_001_00 BraTSReg_001
+training01_02 training01
+BraTS20_Training_001 BraTS20_Training_001
+Brats17_2013_24_1 Brats17_2013_24
+fdg_0123abcd_x fdg_0123abcd
+002_S_0295 002_S_0295
+OAS1_0001_MR1 OAS1_0001
+"""
+
+
+@pytest.mark.parametrize("line", CASES.strip().split("\n"))
+def test_names_of_usual_data_sets_show_the_patient_in_any_layout(line):
+    """Of a case beside its patient, or alone."""
+    case_id, *patient = line.split()
     known, rule = patient_of(case_id)
-    assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
+    assert (known, rule == UNKNOWN) == ((*patient, case_id)[0], not patient)
 
 
 def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(tmp_path, dataset, capsys):
