@@ -1,6 +1,7 @@
 """How the channels of a data set are normalised, from its files on."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -121,12 +122,12 @@ def kinds(store):
     ("volume", "name", "kind", "why"),
     [
         # 0 counts where its six neighbours are 0: in 4 of 14 planes, and in 3.
-        (beside(0, 5), "MRI", "zscore-foreground", "from 25% on"),
-        (beside(0, 4), "MRI", "zscore", "from 25% on"),
+        (beside(0, 5), "MRI", "zscore-foreground", "0 in 36% of the voxels, .* from 25% on"),
+        (beside(0, 4), "MRI", "zscore", "0 around 21% of the voxels, .* from 25% on"),
         (with_skull, "noNorm", "none", "by its name"),
         (with_skull, "rescale_to_0_1", "rescale", "by its name"),
         (in_hounsfield_units, "CT", "ct", "by its name"),
-        (beside(-1024, 1), "MRI", "ct", "from 5% on"),
+        (beside(-1024, 1), "MRI", "ct", "7% of the voxels are about -1000, .* from 5% on"),
         (beside(-910, 1), "MRI", "ct", "from 5% on"),
     ],
 )
@@ -135,7 +136,7 @@ def test_a_kind_is_by_name_or_by_voxels_and_the_summary_says_why(tmp_path, volum
     assert kinds(store) == [kind]
     decided = {line.name: line for line in decisions_of(store)}[f"channel {name}"]
     assert kind in decided.value
-    assert why in decided.why
+    assert re.search(why, decided.why)
 
 
 def test_kinds_are_of_channels_and_a_user_may_choose_them(tmp_path):

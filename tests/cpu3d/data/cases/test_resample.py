@@ -52,7 +52,7 @@ def load(folder, spacing_mm, target_mm, axes="RAS"):
 @pytest.mark.parametrize(
     ("spacings", "shape", "expected"),
     [
-        (((1, 1, 1), (1, 1, 1.09), (1.05, 1, 1)), (40, 40, 40), None),
+        (((1, 1, 1), (1, 1, 1.1), (1.05, 1, 1)), (40, 40, 40), None),
         (((1, 1, 1), (1, 1, 1.11), (1, 1, 1.11)), (40, 40, 40), (1, 1, 1.11)),
         (((2, 1, 1), (1, 3, 1), (1.5, 1, 1)), (40, 40, 40), (1.5, 1, 1)),
         # Thick slices, and few of them: the 10th percentile of 4, 5 and 6 mm.
@@ -64,7 +64,8 @@ def load(folder, spacing_mm, target_mm, axes="RAS"):
     ],
 )
 def test_the_spacing_is_that_of_nnunets_planner(spacings, shape, expected):
-    made = target_spacing(spacings, [shape] * len(spacings))
+    shapes = [(999,) * 3, *[shape] * (len(spacings) - 1)]  # one that the median leaves out
+    made = target_spacing(spacings, shapes)
     assert made == (expected and pytest.approx(expected))
 
 
@@ -98,7 +99,7 @@ def test_a_grid_has_the_box_of_the_source_and_at_most_8_times_its_voxels(
         resampled_shape("a", shape, spacing_mm, ISO)
 
 
-MOST = r"case a .* at most (64000|2147483648) voxels at 1 x 1 x 1 mm, got (40 x 40 x 44 f|1300 x )"
+MOST = "case a .* at most (64000 voxels at 1 x 1 x 1 mm, got 40 x 40 x 44 f|2147483648 .* 1300 x )"
 
 
 # --- Voxels ---

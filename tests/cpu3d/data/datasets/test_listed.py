@@ -306,10 +306,10 @@ def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("texts", "rule"),
     [
-        (["=1"], "NAME=CODE"),
-        (["WT=1,1"], "NAME=CODE"),
-        (["WT=256"], "NAME=CODE"),
-        (["WT=0"], "NAME=CODE"),
+        (["=1"], "must be NAME=CODE or NAME=CODE,CODE,"),
+        (["WT=1,1"], "of different codes 1 to 255, got WT=1,1;"),
+        (["WT=256"], "of different codes 1 to 255, got WT=256;"),
+        (["WT=0"], "of different codes 1 to 255, got WT=0;"),
         (["WT=1", "wt=2"], "different names"),
         (["WT=1,7"], r"region WT .* got 7"),
     ],

@@ -27,6 +27,7 @@ def test_what_is_drawn_stays_what_it_was():
     assert not label[~head].any()
     assert np.bincount(label.ravel()).tolist() == [68193, 732, 64, 131]
     assert image[head].mean(axis=0) == pytest.approx([235.441, 444.287, 284.083, 421.204], abs=0.01)
+    assert image[head].std(axis=0) == pytest.approx([60.145, 122.793, 84.372, 111.453], abs=0.01)
 
 
 def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
