@@ -38,6 +38,9 @@ def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
     sampling = PatchSampling((6, 6, 6), "foreground", codes=((1, 2), (2,)), seed=1)
     drawn = draw(sampling, [case] * 4, 6)
     assert "; ".join(f"{each.case_index} {each.region.start}" for each in drawn) == PLACES
+    voxels = PatchSampling((1, 1, 1), "foreground", 1, ((1, 2), (2,)))
+    starts = [each.region.start for each in draw(voxels, [case], 2000)]
+    assert starts.count((5, 10, 7)) == pytest.approx(1500, abs=50)  # a region, then its code
 
 
 @given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 20))

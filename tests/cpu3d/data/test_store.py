@@ -47,16 +47,10 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(tiny_store,
         open_store(tiny_store.folder)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"regions": {"ET": [3], "WT": [1, 2, 3], "TC": [2, 3]}},  # in another order
-        {"sha256": ""},
-    ],
-)
-def test_a_manifest_that_is_edited_is_refused(tiny_store, change):
+def test_a_manifest_that_is_edited_is_refused(tiny_store):
     path = tiny_store.folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    regions = {"ET": [3], "WT": [1, 2, 3], "TC": [2, 3]}  # in another order
+    path.write_text(json.dumps({**json.loads(path.read_text()), "regions": regions}))
     with pytest.raises(InputError, match=r"must be complete JSON .*, got an edited manifest"):
         open_store(tiny_store.folder)
 
