@@ -46,7 +46,7 @@ def test_the_code_that_is_painted_for_one_voxel(regions, answers, code):
 
 
 def test_a_volume_that_is_painted_in_several_slabs_has_each_of_its_voxels():
-    answers = np.ones((3, 2048, 2048, 1), bool)
+    answers = np.ones((3, 2049, 2048, 1), bool)
     assert (label_from_regions(answers, {"a": (7,)}) == 7).all()
 
 
@@ -126,7 +126,7 @@ def test_codes_that_a_perfect_answer_does_not_paint_back_are_named(regions, clas
     [
         ("left kidney", "right kidney"),
         ("Kidney_L", "Kidney_R"),
-        ("LeftLung", "RightLung"),
+        ("leftlung", "rightlung"),
         ("Lung_Lt", "Lung_Rt"),
         ("lftLung", "rgtLung"),
         ("cortex lh", "cortex rh"),
@@ -145,7 +145,6 @@ def test_names_that_differ_in_left_and_right_alone_are_a_pair(pair):
     "names",
     [
         ("edema", "non-enhancing tumor", "enhancing tumour"),
-        ("left atrium",),
         ("LV", "RV", "myocardium"),
         ("left upper lobe", "right lower lobe"),
         ("bright", "blight"),

@@ -18,7 +18,10 @@ def read(record, **changes):
         {"case_id": "../a"},
         {"box": {"start": [0, 0, 0], "size": [9, 1, 1]}},
         {"stored": {"start": [0, 0, 0], "size": [9, 4, 4]}},
+        {"box": {"start": [2, 2, 2], "size": [0, 1, 1]}},
         {"channel_std": [0.0]},
+        {"label_voxels": {}},
+        {"label_voxels": {"256": 1}},
     ],
 )
 def test_a_record_whose_files_would_be_elsewhere_or_that_contradicts_itself_is_none(changes):

@@ -96,13 +96,13 @@ def test_a_file_that_is_empty_cut_or_something_else_is_refused(tmp_path, content
 @pytest.mark.parametrize(
     ("place", "content", "got"),
     [
-        (280, bytes(12), "affine, got"),  # srow_x
-        (292, np.array([np.nan], "<f4").tobytes(), "affine, got"),  # its offset
-        (40, np.array([3, 0, 3, 4], "<i2").tobytes(), "got shape"),
-        (40, np.array([5, 2, 3, 4, 2, 2], "<i2").tobytes(), "got shape"),
-        (70, np.array([32], "<i2").tobytes(), "got complex64"),
-        (108, np.array([0], "<f4").tobytes(), "got offset 0"),
-        (344, b"ni1\0", "got magic b'ni1'"),
+        (280, bytes(12), "an invertible affine, got"),  # srow_x
+        (292, np.array([np.nan], "<f4").tobytes(), "an invertible affine, got"),  # its offset
+        (40, np.array([3, 0, 3, 4], "<i2").tobytes(), r"3 axes, or 4 .*, got shape \(0, 3, 4\)"),
+        (40, np.array([5, 2, 3, 4, 2, 2], "<i2").tobytes(), r"3 axes, or 4 .*, got shape \(2"),
+        (70, np.array([32], "<i2").tobytes(), "hold real numbers, got complex64"),
+        (108, np.array([0], "<f4").tobytes(), "voxels after its header, got offset 0"),
+        (344, b"ni1\0", "header and voxels in one file, got magic b'ni1'"),
         (252, b"\1\0\0\0" + np.array([1, 1], "<f4").tobytes(), "a valid qform"),
     ],
 )

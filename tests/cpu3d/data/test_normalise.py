@@ -85,5 +85,6 @@ def test_a_store_keeps_kinds_and_reasons_and_its_hash_covers_the_kinds(tmp_path,
     read = open_store(tmp_path).manifest
     assert [vars(each) for each in read.normalisation] == [vars(told)]
     assert read.cases == (record,)
+    assert CT.words == "ct, window -100 to 300, mean 50, deviation 25"
     without_reason = manifest_of([record], normalisation=(kind,))
     assert read.split_hash == without_reason.split_hash != manifest_of([record]).split_hash

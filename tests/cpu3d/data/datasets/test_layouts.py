@@ -1,8 +1,19 @@
+from pathlib import Path
+
 import pytest
 
+from cpu3d.data.datasets.find import find_cases
 from cpu3d.data.datasets.layouts import read_dataset, regions_of
+from cpu3d.data.datasets.names import read_name, stem_of
 from cpu3d.errors import InputError
-from tests.cpu3d.data.made_datasets import SUFFIXES, brats_case, dataset_json, decathlon
+from tests.cpu3d.data.made_datasets import (
+    SUFFIXES,
+    brats_case,
+    dataset_json,
+    decathlon,
+    tiny_image,
+    write_nifti,
+)
 
 
 def ids_of(dataset):
@@ -82,6 +93,24 @@ def test_what_is_no_data_set_is_refused(tmp_path):
     }.items():
         with pytest.raises(InputError, match=rule):
             read_dataset(tmp_path / name)
+
+
+CHANNELS = "flair t2f t2flair t1 t1n t1w ce-gd_T1w t1ce t1c t1gd t2 t2w"
+IN_STORES = "FLAIR FLAIR FLAIR T1w T1w T1w T1gd T1gd T1gd T1gd T2w T2w"
+
+
+def test_a_channel_is_known_by_each_of_its_names():
+    known = [read_name(Path(f"p_{name}.nii")).channel for name in CHANNELS.split()]
+    assert " ".join(known) == IN_STORES
+
+
+def test_masks_beside_images_are_no_cases(tmp_path):
+    names = ["a", "a-mask", "a_labels", "a_seg", "b_segmentation"]
+    for name in names:
+        write_nifti(tmp_path / f"{name}.nii.gz", tiny_image())
+    found = find_cases([tmp_path], ("CT",), alone="CT")
+    assert ids_of(found) == ["a"]
+    assert list(map(stem_of, found.unread)) == names[1:]
 
 
 def test_a_list_that_points_outside_its_folder_is_refused(tmp_path):

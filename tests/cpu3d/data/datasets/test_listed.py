@@ -100,7 +100,6 @@ def test_labels_of_one_code_each_are_labels_and_an_order_means_nothing(tmp_path)
     labels = {"background": 0, "a": 1, "b": [2], "c": 3, "ignore": 4}
     dataset = read_dataset(nnunet(tmp_path, 1, labels=labels, regions_class_order=[3, 2, 1]))
     assert (dataset.regions, dataset.class_order, dataset.ignore) == (None, (), 4)
-    assert dataset.labels == {0: "background", 1: "a", 2: "b", 3: "c", 4: "ignore"}
 
 
 OVERLAP = {"background": 0, "b": 1, "d": [3, 2], "c": 2}  # d is painted first, unless told
@@ -118,10 +117,12 @@ def test_a_store_keeps_the_order_of_painting(tmp_path, order, paint):
 
 
 NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
+PAINTED = "code 1, code 1 of whole, .* painted as whole, got 3, which is whole, core and enhancing"
 WRONG_LABELS = (
     None,
     {"background": 0},
     {"background": 0, "other": 0, "a": 1},
+    {"background": 1, "a": 2},
     {"background": 0, "a": 1, "b": 1},
     {"background": 0, "a": 300},
     {"background": 0, "a": [0, 1]},
@@ -136,13 +137,13 @@ WRONG_LABELS = (
         *(({"labels": labels}, "distinct names") for labels in WRONG_LABELS),
         ({"file_ending": ".nrrd"}, r"file_ending .* \.nii\.gz or \.nii.* got \.nrrd"),
         ({"channel_names": None}, "must name channels"),
-        ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "got BRATS_000_0002"),
-        ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, "without gaps"),
-        ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
+        ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "FLAIR, T1w, got BRATS_000_0002"),
+        ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, r"0, 1, ... without gaps, got \[0, 2\]"),
+        ({"channel_names": {**NAMES, "3": "T1"}}, "different names, got T1w, T1,"),
         ({"numTraining": 3}, "numTraining .* 2, got 3"),
         ({"labels": TUMOUR, "regions_class_order": [1, 2]}, r"regions_class_order .*\[1, 2\]"),
-        ({"labels": TUMOUR, "regions_class_order": [3, 2, 3]}, "perfect answer"),
-        ({"dataset": {"../a": {"images": ["a.nii.gz"]}}}, "names of files"),
+        ({"labels": TUMOUR, "regions_class_order": [3, 2, 3]}, PAINTED),
+        ({"dataset": {"../a": {"images": ["a.nii.gz"]}}}, "names of files, got '../a'"),
         ({"channel_names": None, "modality": NAMES}, "must list cases"),
     ],
 )
@@ -266,7 +267,7 @@ def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path):
 
 
 def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
-    folder = decathlon(tmp_path, 4)
+    folder = decathlon(tmp_path, 4, channel_names=NAMES)
     with dataset_json(folder) as content:
         for number, entry in enumerate(content["training"][:3]):
             entry["fold"] = number % 2
@@ -305,9 +306,10 @@ def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("texts", "rule"),
     [
-        (["=1"], "NAME=CODE"),
-        (["WT=1,1"], "NAME=CODE"),
-        (["WT=256"], "NAME=CODE"),
+        (["=1"], "must be NAME=CODE or NAME=CODE,CODE,"),
+        (["WT=1,1"], "of different codes 1 to 255, got WT=1,1;"),
+        (["WT=256"], "of different codes 1 to 255, got WT=256;"),
+        (["WT=0"], "of different codes 1 to 255, got WT=0;"),
         (["WT=1", "wt=2"], "different names"),
         (["WT=1,7"], r"region WT .* got 7"),
     ],
@@ -320,13 +322,12 @@ def test_regions_that_cannot_be_are_refused_in_one_line(tmp_path, texts, rule, c
 
 
 @pytest.mark.parametrize(
-    ("order", "chosen", "is_noted"),
-    [(None, {"WT": (1, 2, 3), "ET": (3,)}, True), ([1, 2, 3], None, False)],
+    ("chosen", "is_noted"), [({"WT": (1, 2, 3), "ET": (3,)}, True), (None, False)]
 )
 def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
-    tmp_path, capsys, order, chosen, is_noted
+    tmp_path, capsys, chosen, is_noted
 ):
-    first = nnunet(tmp_path / "first", 2, labels=TUMOUR, regions_class_order=order)
+    first = nnunet(tmp_path / "first", 2, labels=TUMOUR, regions_class_order=[1, 2, 3])
     before = prepare(first, tmp_path / "store", **ALL, regions=chosen)
     capsys.readouterr()
     done = append(tmp_path / "store", nnunet(tmp_path / "more", 3, labels=TUMOUR), workers=1)
@@ -350,10 +351,15 @@ def test_other_regions_or_another_painting_for_a_finished_store_are_refused(tmp_
 
 
 @pytest.mark.parametrize(
-    ("regions", "codes"),
-    [(None, [0, 1, 2, 3]), ({"tumour": (1, 2, 3), "cavity": (4,)}, [0, 1, 2, 3, 4])],
+    ("how", "codes", "shown"),
+    [
+        ({}, [0, 1, 2, 3], "RC, if a label holds it"),
+        ({"ignore": 4}, [0, 1, 2, 3, 4], "not annotated: .*, if a label holds it"),
+        ({"regions": {"tumour": (1, 2, 3), "cavity": (4,)}}, [0, 1, 2, 3, 4], "cavity"),
+    ],
 )
-def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path, regions, codes):
+def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path, capsys, how, codes, shown):
     brats_case(tmp_path / "data/BraTS-GLI-00001-000")
-    manifest = prepare(tmp_path / "data", tmp_path / "store", **ALL, regions=regions)
+    manifest = prepare(tmp_path / "data", tmp_path / "store", **ALL, **how)
     assert sorted(manifest.labels) == codes
+    assert re.search(f"  4 resection cavity -> {shown}\n", capsys.readouterr().out)

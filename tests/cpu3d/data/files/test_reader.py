@@ -153,10 +153,12 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(tmp_path, monkeypatc
 # --- The mode ---
 
 
+NETWORK = "nfs4 smb3 fuse.sshfs 9p afs beegfs ceph cifs glusterfs gpfs lustre orangefs panfs wekafs"
+
+
 def test_files_of_a_network_are_read_so_that_a_failure_is_an_error():
     assert {choose_read_mode(kind) for kind in ("ext4", "xfs", "")} == {"mmap"}
-    network = ("nfs4", "cifs", "smb3", "lustre", "fuse.sshfs", "9p")
-    assert {choose_read_mode(kind) for kind in network} == {"pread"}
+    assert set(map(choose_read_mode, NETWORK.split())) == {"pread"}
 
 
 def test_the_last_of_the_longest_mount_points_above_a_path_is_the_one_it_lies_on(monkeypatch):

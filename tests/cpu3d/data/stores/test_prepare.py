@@ -1,4 +1,5 @@
 import os
+import re
 from unittest.mock import Mock
 
 import nibabel
@@ -14,6 +15,7 @@ from tests.cpu3d.data.made_datasets import (
     ALL,
     content_of,
     decathlon,
+    nnunet,
     tiny_label,
     write_nifti,
 )
@@ -103,7 +105,7 @@ def test_a_source_that_changed_is_found_by_its_size_or_by_its_date_and_hash(
     else:
         path.write_bytes(content + b"\0")
     os.utime(path, ns=(then_ns, then_ns))
-    with pytest.raises(InputError, match="case BRATS_000 must be the one of store"):
+    with pytest.raises(InputError, match=r"BRATS_000 must be the one of store .* other files, BR"):
         prepare(dataset, store, **THIRDS)
 
 
@@ -136,8 +138,11 @@ def test_a_store_is_not_continued_with_other_settings_or_another_data_set(
     settings = StoreSettings("b2nd", crop=True, zero_nan=True)
     with pytest.raises(InputError, match=r"format .*\ncrop .*\nzero_nan .*must be False"):
         prepare(dataset, store, **THIRDS, settings=settings)
-    other = decathlon(tmp_path / "other", 4, name="SPLEEN")
-    with pytest.raises(InputError, match=r"name of .* must be 'BRATS'.*, got 'SPLEEN'"):
+    labels = {"background": 0, "spleen": 1, "2": 2, "3": 3}
+    channels = dict(zip("0123", "abcd"))
+    other = nnunet(tmp_path / "other", 4, name="SPLEEN", labels=labels, channel_names=channels)
+    rules = r"name of .* 'BRATS'.*, got 'SPLEEN'\nlayout .*\nchannels .*\nlabels of "
+    with pytest.raises(InputError, match=rules):
         prepare(other, store, **THIRDS)
     assert content_of(store) == before
 
@@ -145,8 +150,12 @@ def test_a_store_is_not_continued_with_other_settings_or_another_data_set(
 def test_a_folder_of_something_else_is_refused_untouched(tmp_path, dataset):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter.txt").write_text("dear")
-    for folder in (tmp_path / "home", dataset, tmp_path / "home/letter.txt"):
-        with pytest.raises(InputError, match=f"store {folder} must be"):
+    for folder, rule in (
+        (tmp_path / "home", "empty or hold source.json, got letter.txt"),
+        (dataset, "another folder than the data set"),
+        (tmp_path / "home/letter.txt", ""),
+    ):
+        with pytest.raises(InputError, match=f"store {folder} must be {rule}"):
             prepare(dataset, folder, **THIRDS)
     assert os.listdir(tmp_path / "home") == ["letter.txt"]
 
@@ -162,7 +171,8 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, capsys
         prepare(dataset, store, **two)
     assert not store.exists()
     write_nifti(label, np.full((6, 5, 4), 7, np.uint8))
-    with pytest.raises(InputError, match=r"(?s)_000.*_001.*got 2 bad cases; 2 good cases kept"):
+    only = r"(?s)000.* only the codes 0 background, 1 edema, .*, 3 enhancing tumour, got 7 \(120 v"
+    with pytest.raises(InputError, match=f"{only}.*_001.*got 2 bad cases; 2 good cases kept"):
         prepare(dataset, store, **two)
     assert not (store / "manifest.json").exists()
     manifest = prepare(dataset, store, **two, skip_bad=True)
@@ -171,6 +181,9 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, capsys
     assert "left out 2 bad cases" in capsys.readouterr().out
     assert prepare(dataset, store, **two, skip_bad=True) == manifest
     assert "Nothing to do" in capsys.readouterr().out
+    (store / "quarantine.jsonl").write_text("{}")
+    with pytest.raises(InputError, match="must be JSON lines of a case_id and its reasons, got"):
+        read_quarantine(store)
 
 
 def test_whatever_fails_in_a_case_leaves_the_others(tmp_path, monkeypatch):
@@ -192,14 +205,17 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
             file.write(b"\x07")
 
     monkeypatch.setattr(module, "give_back", failing)
-    with pytest.raises(OSError, match="read back"):
+    with pytest.raises(OSError, match=r"read back.*; 0 finished cases kept in .*; run"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
 
 
-@pytest.mark.parametrize(("without", "refused"), [((0, 2, 3), [1]), ((0, 2), [0, 2])])
+@pytest.mark.parametrize(
+    ("without", "refused", "rule"),
+    [((0, 2, 3), [1], "must not give .*, as 3 other"), ((0, 2), [0, 2], "must give .*, as 2")],
+)
 def test_cases_with_and_without_orientation_are_not_mixed_in_a_store(
-    tmp_path, dataset, without, refused
+    tmp_path, dataset, without, refused, rule
 ):
     for number in without:
         for kind in ("imagesTr", "labelsTr"):
@@ -208,7 +224,7 @@ def test_cases_with_and_without_orientation_are_not_mixed_in_a_store(
     manifest = prepare(dataset, tmp_path / "store", skip_bad=True, **ALL)
     bad = read_quarantine(tmp_path / "store")
     assert sorted(bad) == [f"BRATS_00{number}" for number in refused]
-    assert all("left and right" in reason for reasons in bad.values() for reason in reasons)
+    assert all(re.search(rule, reason) for (reason,) in bad.values())
     assert len(manifest.cases) == 4 - len(refused)
 
 

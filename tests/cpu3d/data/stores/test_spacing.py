@@ -34,6 +34,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     printed = capsys.readouterr().out
     assert "0.8 x 0.8 x 1 to 2 x 2 x 4 mm" in printed
     assert "1 x 1 x 1 mm, 3 cases resampled" in printed
+    assert "rounded by up to" in printed
     store = open_store(folder)
     for case_id, spacing_mm in SPACINGS.items():
         record = store.case(case_id)
@@ -41,6 +42,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
         assert (record.resampled_from is not None) == bool(record.units) == (spacing_mm != ISO)
         source = to_ras(*read_volume(data / f"labelsTr/{case_id}.nii.gz"))
         np.testing.assert_array_equal(store.truth(case_id), source)
+        assert not store.truth(case_id).flags.writeable
         assert store.image(case_id).shape == (*store.label(case_id).shape, 2) == (48, 40, 32, 2)
     assert verify(folder, workers=1) == ()
     for path in folder.glob("cases/*.t.*"):
@@ -76,11 +78,11 @@ def test_only_the_training_cases_decide(tmp_path):
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_store_stays_at_the_spacing_that_it_was_begun_with(data, tmp_path, finished):
     store = tmp_path / "store"
-    before = prepare(data, store, **ALL, spacing=(1.0, 1.0, 2.0))
+    before = prepare(data, store, **ALL, spacing=(1.0, 1.0, 2.125))
     if not finished:
         (store / "manifest.json").unlink()
     for spacing in (Keep.OFF, ISO):
-        with pytest.raises(InputError, match="--spacing must be 1 x 1 x 2 mm, as store"):
+        with pytest.raises(InputError, match=r"--spacing must be 1 x 1 x 2\.125 mm, as store"):
             prepare(data, store, **ALL, spacing=spacing)
     assert prepare(data, store, **ALL) == before  # by auto, which would have taken another one
 

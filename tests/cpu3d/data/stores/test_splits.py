@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import re
 import unicodedata
 
@@ -7,17 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
 from cpu3d.data.fold import deal, parse_fold, with_fold, with_folds
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.prepare import USUAL_SPLIT, prepare
 from cpu3d.data.stores.splits import split_cases
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
-from tests.cpu3d.data.made_datasets import dataset_json, decathlon
+from tests.cpu3d.data.made_datasets import ALL, dataset_json, decathlon
 
-TENTHS = (0.8, 0.1, 0.1)
 PATIENTS = st.dictionaries(st.text(min_size=1), st.sampled_from("abcdefghijkl"), min_size=1)
 """Case id -> patient."""
 
@@ -27,7 +26,7 @@ def one_each(count):
 
 
 def test_the_split_is_the_one_it_has_always_been():
-    assert split_cases(one_each(10), fractions=TENTHS, seed=0) == {
+    assert split_cases(one_each(10), fractions=USUAL_SPLIT, seed=0) == {
         "train": ("case0", "case1", "case3", "case4", "case5", "case6", "case7", "case8"),
         "val": ("case2",),
         "test": ("case9",),
@@ -51,6 +50,12 @@ def test_shares_are_near_the_fractions_and_never_nothing_where_something_was_ask
     assert tuple(map(len, split.values())) == sizes
 
 
+@pytest.mark.parametrize("fractions", [(0, 0, 0), (2, -1, 0), (1, math.inf, 0)])
+def test_shares_that_are_none_are_refused(fractions):
+    with pytest.raises(InputError, match="--split must be three shares of at least 0, not all 0"):
+        split_cases(one_each(4), fractions=fractions, seed=0)
+
+
 def patients_in(parts, patients):
     """How many patients each part has. Every case is in one part, and so is every patient."""
     assert sorted(case_id for part in parts for case_id in part) == sorted(patients)
@@ -63,9 +68,9 @@ def patients_in(parts, patients):
 def test_splits_are_disjoint_cover_all_and_never_part_a_patient(patients, seed):
     if len(set(patients.values())) < 3:
         with pytest.raises(InputError, match="at least 3 patients"):
-            split_cases(patients, fractions=TENTHS, seed=seed)
+            split_cases(patients, fractions=USUAL_SPLIT, seed=seed)
         return
-    split = split_cases(patients, fractions=TENTHS, seed=seed)
+    split = split_cases(patients, fractions=USUAL_SPLIT, seed=seed)
     assert min(patients_in(split.values(), patients)) > 0
 
 
@@ -128,42 +133,80 @@ def dataset(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("case_id", "patient"),
-    [
-        ("BraTS-GLI-00005-100", "BraTS-GLI-00005"),
-        ("BraTS2021_00495", "BraTS2021_00495"),
-        ("Brats18_TCIA01_131_1", "Brats18_TCIA01_131"),
-        ("TCGA-02-0006_2000.01.01", "TCGA-02-0006"),
-        ("sub-01_ses-02", "sub-01"),
-        ("patient001_frame01", "patient001"),
-        ("UCSF-PDGM-0409_FU002d", "UCSF-PDGM-0409"),
-        ("A0S9V9_sa_ED", "A0S9V9"),
-        ("001_pre-op", "001"),
-        ("OAS30001_MR_d0129", "OAS30001"),
-        ("site1_day1_p1", None),
-        ("case_00012_T1", None),
-        ("10000_1000000", "10000"),
-        ("ADNI_002_S_0295_MR", "ADNI_002_S_0295"),
-        ("psma_95b833d65be2_2018", "psma_95b833d65be2"),
-        ("UPENN-GBM-00001_11", "UPENN-GBM-00001"),
-        ("p12_baseline", "p12"),
-        ("p7_2019-04-12", "p7"),
-        ("BRATS_001", None),
-        ("LUNG1-001", None),
-        ("sub-001-002", None),
-        ("ES_001", None),
-        ("BraTS-GLI-00005-1000", None),
-    ],
-)
-def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patient):
+CASES = """
+BraTS-GLI-00005-100 BraTS-GLI-00005
+BraTS2021_00495 BraTS2021_00495
+Brats18_TCIA01_131_1 Brats18_TCIA01_131
+TCGA-02-0006_2000.01.01 TCGA-02-0006
+sub-01_ses-02 sub-01
+patient001_frame01 patient001
+UCSF-PDGM-0409_FU002d UCSF-PDGM-0409
+A0S9V9_sa_ED A0S9V9
+001_pre-op 001
+OAS30001_MR_d0129 OAS30001
+site1_day1_p1
+case_00012_T1
+10000_1000000 10000
+ADNI_002_S_0295_MR ADNI_002_S_0295
+psma_95b833d65be2_2018 psma_95b833d65be2
+UPENN-GBM-00001_11 UPENN-GBM-00001
+p12_baseline p12
+p7_2019-04-12 p7
+BRATS_001
+LUNG1-001
+sub-001-002
+ES_001
+BraTS-GLI-00005-1000
+p7_phase2 p7
+p7_week-012-3 p7
+p7_month6 p7
+p7_session2 p7
+p7_visit_3b p7
+p7_time-point2 p7
+p7-TP1 p7
+p7_year1_scan2 p7
+p7_study-2 p7
+p7_M12 p7
+p7_M1
+p7_V2_brain p7
+p7_T3_gt p7
+p7_T2
+p7_20190412 p7
+p7_20191312
+p7_fu p7
+p7_follow-up2 p7
+p7_mid p7
+p7_post_treatment p7
+p7_intraRT p7
+p7_pre-contrast_nifti p7
+p7_2ch_ES p7
+RHUH-0001_1 RHUH-0001
+UCSD-PTGBM-0002_01 UCSD-PTGBM-0002
+BraTSReg_001_00 BraTSReg_001
+training01_02 training01
+BraTS20_Training_001 BraTS20_Training_001
+Brats17_2013_24_1 Brats17_2013_24
+fdg_0123abcd_x fdg_0123abcd
+002_S_0295 002_S_0295
+OAS1_0001_MR1 OAS1_0001
+"""
+
+
+@pytest.mark.parametrize("line", CASES.strip().split("\n"))
+def test_names_of_usual_data_sets_show_the_patient_in_any_layout(line):
+    """Of a case beside its patient, or alone."""
+    case_id, *patient = line.split()
     known, rule = patient_of(case_id)
-    assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
+    assert (known, rule == UNKNOWN) == ((*patient, case_id)[0], not patient)
 
 
-def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(dataset):
-    found = read_dataset(dataset("UCSF-PDGM-0001", "UCSF-PDGM-0001_FU002d", "UCSF-PDGM-0002"))
+def test_a_first_scan_that_is_named_as_its_patient_is_of_that_patient(tmp_path, dataset, capsys):
+    data = dataset("UCSF-PDGM-0001", "UCSF-PDGM-0001_FU002d", "UCSF-PDGM-0002")
+    found = prepare(data, tmp_path / "store", **ALL)
     assert [case.patient_id for case in found.cases] == [f"UCSF-PDGM-000{n}" for n in (1, 1, 2)]
+    out = capsys.readouterr().out
+    assert re.search("Patients: 2\n  2 cases: not known .*\n  1 case: UCSF.*\n  if a patient", out)
+    assert re.search("3 of 2 patients, 0 unlabelled\n  patients 2 cases: not .*; 1 case: UCSF", out)
 
 
 def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
@@ -243,9 +286,11 @@ def split_as(tmp_path):
     return run
 
 
-def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, split_as):
+def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, split_as, capsys):
     data = dataset(*"abcd")
     manifest = split_as(TWO, data)
+    folds = r"2 given .*: 2 \+ 1, 2 \+ 1; .* --fold I/2; .*; 1 case in no fold"
+    assert re.search(folds, capsys.readouterr().out)
     opened = open_store(tmp_path / "store")
     own = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
     assert manifest.split == own, "without --fold as fold 1; what no fold names is untouched"
@@ -263,6 +308,9 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
         append(tmp_path / "store", dataset(*"abcde", folder="more"), workers=1)
 
 
+KEPT = "must keep its content.* than (the 2 folds of|1 train, 1 val, 1 test, seed 0)"
+
+
 def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, dataset, split_as):
     data = dataset(*"abc")
     others = [TWO[0], {**TWO[1], "train": ["b"]}]
@@ -275,7 +323,7 @@ def test_the_hash_of_a_store_tells_its_folds_and_others_are_refused(tmp_path, da
         lambda: split_as(TWO, data, "others"),
         lambda: prepare(data, tmp_path / "store", workers=1),
     ):
-        with pytest.raises(InputError, match=r"must keep its content.*--split"):
+        with pytest.raises(InputError, match=KEPT):
             make()
 
 

@@ -73,5 +73,7 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
 
 def test_regions_have_their_labels_and_the_ignored_one_is_named():
     labels = {0: "background", 1: "edema", 2: "core"}
-    made = decided(in_boxes(*[(9, 9, 9)] * 4, labels=labels, regions={"all": (1,)}, ignore=2))
+    boxes = [(side, 40, 40) for side in (30, 40, 50, 60)]
+    made = decided(in_boxes(*boxes, labels=labels, regions={"all": (1,)}, ignore=2))
+    assert made["grids"] == "32 x 40 x 40 to 64 x 40 x 40, 56 x 40 x 40 in the median"
     assert (made["region all"], made["ignored label"]) == ("1 edema", "2 core")

@@ -40,23 +40,45 @@ def printed(capsys):
 def test_info_adds_up_what_the_records_say(store_in, printed):
     store = store_in()
     out = printed("info", store).out
+    assert f"1 train, 1 val, 1 test, seed 0, hash {open_store(store).manifest.split_hash}" in out
     # 6 x 5 x 4 voxels of four int16 channels and a label: 1,080 bytes a case; in files with 128
     # bytes of header each.
-    assert "4 KiB on disk" in out
-    assert "3 of 3 patients, 0 unlabelled" in out
-    assert f"1 train, 1 val, 1 test, seed 0, hash {open_store(store).manifest.split_hash}" in out
-    assert re.search(r"label 3 +enhancing tumour: 3 cases, 0.833% of the voxels", out)
+    assert all(facts in out for facts in FACTS.split("..."))
+
+
+FACTS = """
+  images   3 int16 .npy; exact
+  size     4 KiB on disk
+  shapes   6x5x4 (3)
+...
+  label 0  background: 3 cases, 97.500% of the voxels
+  label 1  edema: 3 cases, 0.833% of the voxels
+  label 2  non-enhancing tumor: 3 cases, 0.833% of the voxels
+  label 3  enhancing tumour: 3 cases, 0.833% of the voxels
+"""
+DECIDED = """
+spacing: 1 x 1 x 1 mm, as the files have them; voxels of training cases have 1 x 1 x 1 mm
+levels: 2; the median case has 4 x 3 x 2 voxels; \
+one level more would keep fewer than 4 along each axis
+strides: 2,2,2; 4 x 3 x 2 voxels of 1 x 1 x 1 mm; \
+every level halves all axes, as no side is 8 or more
+grids: 4 x 4 x 2; of each case its content box, in multiples of 2
+half resolution: off; \
+X, Y and Z halved, as by the first level: 2 x 2 x 2 has fewer than 40^3 voxels
+augmentation: cutmix; 1 case to train on; cutmix below 50
+region WT: 1 edema, 2 non-enhancing tumor, 3 enhancing tumour; by the labels' names
+region TC: 2 non-enhancing tumor, 3 enhancing tumour; by the labels' names
+region ET: 3 enhancing tumour; by the labels' names"""
 
 
 def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_in, printed):
     store = store_in()
     content = json.loads(printed("info", store, "--json").out)
-    decided = {row["name"]: row["value"] for row in content["decided"]}
-    assert "0 in 80% of the voxels" in content["decided"][0]["why"]
-    assert all(row["why"] for row in content["decided"])
-    assert (decided["channel FLAIR"], decided["grids"]) == ("zscore-foreground", "4 x 4 x 2")
-    assert decided["region TC"] == "2 non-enhancing tumor, 3 enhancing tumour"
-    assert re.search(f"levels +{decided['levels']} ", printed("info", store).out)
+    assert (content["store"], content["name"]) == (str(store), "BRATS")
+    rows = ["\n{name}: {value}; {why}".format(**row) for row in content["decided"]]
+    assert "zscore-foreground; 0 in 80% of the voxels" in rows[0]
+    assert "".join(rows[4:]) == DECIDED
+    assert re.search("levels +2 ", printed("info", store).out)
 
 
 @pytest.mark.parametrize(("format_", "part"), [("npy", "x"), ("b2nd", "y")])
