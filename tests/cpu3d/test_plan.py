@@ -287,7 +287,6 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(planned, priced):
             {"depth": 5, "curriculum": "half"},
             "--curriculum must be off .* single voxel .*, got",
         ),
-        ({**PATCH, "curriculum": "all"}, "--curriculum must be half or off for patches"),
         (
             {"depth": 2, "curriculum": "all"},
             "--curriculum must be half or off .* 2 levels, got all",
