@@ -302,9 +302,8 @@ class RunConfig(Decided, Settings, StoreFacts):
         """The number of full steps with the voxels of the run's first `steps`: its cost on any
         host."""
         coarse = min(steps, self.coarse_steps)
-        if not coarse:
-            return steps * self.step_share
-        return steps - coarse + coarse * (math.prod(self.coarse_seen_grid) / self.seen_voxels)
+        of_coarse = math.prod(self.coarse_seen_grid) / self.seen_voxels
+        return (steps - coarse) * self.step_share + coarse * of_coarse
 
     @property
     def step_share(self) -> float:
@@ -401,8 +400,9 @@ class Shorthand:
     augment: Optional[str] = option(
         None,
         "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
-        "blur and low resolution too, as nnU-Net has them; cutmix: light, and boxes of other cases "
-        f"(default: cutmix below {FEW_CASES} training cases, else light; other recipes: light)",
+        "blur and low resolution too, as nnU-Net has them; turned: nnunet without flips; cutmix: "
+        f"light, and boxes of other cases (default: cutmix below {FEW_CASES} training cases, else "
+        "turned for thick slices, else light; other recipes: light)",
         choices=tuple(AUGMENTS),
         group="augmentation",
     )

@@ -194,9 +194,8 @@ class UNetConfig:
 
     def averaging(self) -> "UNetConfig":
         """The network with means of the image in place of its finest level."""
-        rest = self.every_stride[1:]
-        average = self.stride(0)
-        return dataclasses.replace(self, depth=self.depth - 1, strides=rest, average=average)
+        average, *rest = self.every_stride
+        return dataclasses.replace(self, depth=self.depth - 1, strides=tuple(rest), average=average)
 
     @property
     def divisors(self) -> Shape3:

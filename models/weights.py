@@ -26,7 +26,6 @@ class Weight:
     layer: str  # the Keras layer's name, such as "encoder0_conv1"
     name: str  # "kernel", "bias", "gamma", "beta", "moving_mean" or "moving_variance"
     shape: Tuple[int, ...]
-    is_trainable: bool  # whether it has a gradient; moving statistics have none
     channel_axis: Optional[int] = None  # along which the image's channels lie
     region_axis: Optional[int] = None  # along which the regions lie
 
@@ -46,7 +45,6 @@ def network_weights(config: UNetConfig) -> List[Weight]:
     none of it on the grid."""
     plan = layer_plan(config, config.divisors)
     given = {op.name for op in plan if not op.has_gradient}
-    moving = NORMS[config.norm].moving
     weights: List[Weight] = []
     for op in plan:
         for name, shape in _shapes(config, op).items():
@@ -61,7 +59,6 @@ def network_weights(config: UNetConfig) -> List[Weight]:
                 layer=op.name,
                 name=name,
                 shape=shape,
-                is_trainable=name not in moving,
                 channel_axis=channel_axis,
                 region_axis=region_axis,
             )

@@ -9,7 +9,6 @@ import pytest
 
 from cpu3d.util.child import ROOT
 
-POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ESTIMATE = ("memory_estimator", "--shape", "16", "16", "16", "--depth", "2")
 MEASURED = ("--threads", "2", "--calibration", "avx512_bf16", "--engine", "itex")  # on any host
 
@@ -23,22 +22,18 @@ def call(*words, terminal=(), stdout=subprocess.PIPE):
 
 
 def test_a_letter_that_the_terminal_lacks_is_replaced():
-    for terminal, shown in ((POSIX, b"?"), ({"PYTHONIOENCODING": "latin-1:strict"}, b"\xb1")):
-        assert shown in call(*ESTIMATE, *MEASURED, terminal=terminal).stdout
+    posix = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert b"?" in call(*ESTIMATE, *MEASURED, terminal=posix).stdout
 
 
-@pytest.mark.parametrize(
-    "words",
-    [ESTIMATE, ("cpu3d", "train", "--help"), ("memory_estimator", "--help")],
-    ids=str,
-)
+@pytest.mark.parametrize("words", [ESTIMATE, ("cpu3d", "train", "--help")], ids=str)
 def test_a_reader_that_has_gone_away_ends_a_command_without_a_word(words):
     reader, writer = os.pipe()
     os.close(reader)
     done = call(*words, stdout=writer)
     os.close(writer)
     assert done.stderr == b""
-    assert done.returncode == (0 if "train" in words else 1)  # argparse itself passes over it
+    assert done.returncode == (words is ESTIMATE)  # argparse itself passes over it
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

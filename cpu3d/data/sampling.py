@@ -231,7 +231,7 @@ def _picked(choices: Sequence[T], unit: float) -> T:
     return choices[int(unit * len(choices))]
 
 
-def _starts(record: CaseRecord, kind: str, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
+def _starts(record: CaseRecord, kind: str, shape: Shape3) -> List[Tuple[int, int]]:
     """Return the first and the last start of a patch of `shape` along each axis: within the extent
     of this kind, or the one around a shorter extent."""
     extent = case_box(record, kind)
@@ -244,7 +244,7 @@ def _starts(record: CaseRecord, kind: str, shape: Shape3) -> Tuple[Tuple[int, in
             low = around.start[axis]
             high = low
         starts.append((low, high))
-    return tuple(starts)
+    return starts
 
 
 # --- Shares of several workers ---

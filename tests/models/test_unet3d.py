@@ -45,8 +45,6 @@ def test_layers_and_weights_are_listed_as_keras_has_them(variant):
     listed = network_weights(config)
     assert [weight.array for weight in listed] == weight_names(model.weights)
     assert listed[2].array == "model/002"
-    trainable = [weight.shape for weight in listed if weight.is_trainable]
-    assert trainable == [weight.shape for weight in model.trainable_weights]
     for layer in model.layers:
         layer.trainable = not layer.name.startswith("encoder")  # the order stays
     for weight, variable in zip(listed, model.weights):

@@ -7,7 +7,6 @@ import pytest
 
 from memory_estimator.accuracy import load_accuracy
 from records.measured import digest, left_out_in_turn, spread
-from records.tables import SECTIONS, tables
 from records.validate import validation
 
 RECORDS = Path(__file__).resolve().parents[2] / "records"
@@ -38,9 +37,3 @@ def test_errors_over_all_records_are_as_small_as_the_docs_have_them(
     bound = spread(validated, figure)
     assert bound.median <= median
     assert abs(bound.worst) <= worst
-
-
-def test_the_page_of_results_is_made_of_the_records():
-    page = "\n".join(tables(RECORDS))
-    assert page.count("\n## ") == len([name for name in SECTIONS if (RECORDS / name).exists()])
-    assert "| predicted |" in page

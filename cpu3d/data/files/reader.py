@@ -27,7 +27,6 @@ from memory_estimator.common.files import NotRegularError, open_regular
 
 Slices = Tuple[slice, slice, slice]
 
-READ_MODES = ("mmap", "pread")
 # Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and
 # fuse*.
 NETWORK = (
@@ -61,7 +60,7 @@ def file_system(folder: Path) -> str:
 
 
 class Reader:
-    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a
+    """Reads the arrays of a store's cases by "mmap" or "pread". Threads may share a reader; a
     process makes its own.
 
     Reading raises InputError for a file that is missing, too long or short, of another header or

@@ -16,7 +16,6 @@ def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
     y[1:2] = np.nan
     drawn = curve(np.arange(count), y, is_dense=True)
     assert drawn[:24] == curve([1], [np.inf])[:24], "a PNG file of the same width and height"
-    strips({"WT": [0.9] * count, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice")
 
 
 def test_a_picture_shows_its_values_and_leaves_out_those_that_are_not_finite():

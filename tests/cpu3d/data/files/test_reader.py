@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd
-from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system
+from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.manifest import array_path
 from cpu3d.data.region import whole
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import stored_case
 
 SHAPE = (7, 6, 5)
+READ_MODES = ("mmap", "pread")
 EACH = [(mode, kind) for mode in READ_MODES for kind in FORMATS]
 
 
