@@ -80,8 +80,7 @@ def decide(
     augment = settings.augment
     if "augment" not in chosen and chosen.get("recipe") in (None, DEFAULT_RECIPE):
         name, why = augment_of_store(store, settings.fold)
-        usual = AUGMENTS[name]
-        augment = dataclasses.replace(usual, flip=usual.flip and augment.flip)
+        augment = dataclasses.replace(AUGMENTS[name], flip=augment.flip)
         reasons["augment"] = f"augment {name}: {why}"
     unet = dataclasses.replace(
         settings.unet,

@@ -400,9 +400,8 @@ class Shorthand:
     augment: Optional[str] = option(
         None,
         "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
-        "blur and low resolution too, as nnU-Net has them; turned: nnunet without flips; cutmix: "
-        f"light, and boxes of other cases (default: cutmix below {FEW_CASES} training cases, else "
-        "turned for thick slices, else light; other recipes: light)",
+        "blur and low resolution too, as nnU-Net has them; cutmix: light, and boxes of other cases "
+        f"(default: cutmix below {FEW_CASES} training cases, else light; other recipes: light)",
         choices=tuple(AUGMENTS),
         group="augmentation",
     )

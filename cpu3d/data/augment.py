@@ -77,25 +77,23 @@ class AugmentConfig:
 SHARES = ("gain", "contrast", "low_resolution", "cutmix")
 
 NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
-NNUNET = AugmentConfig(
-    rotation_deg=30.0,
-    scaling=0.4,
-    contrast=0.25,
-    gamma=0.5,
-    noise=0.1,
-    blur=1.0,
-    low_resolution=0.5,
-)
 
 AUGMENTS = {
     "off": NO_AUGMENT,
     "light": AugmentConfig(),
-    "nnunet": NNUNET,
-    "turned": replace(NNUNET, flip=False),
+    "nnunet": AugmentConfig(
+        rotation_deg=30.0,
+        scaling=0.4,
+        contrast=0.25,
+        gamma=0.5,
+        noise=0.1,
+        blur=1.0,
+        low_resolution=0.5,
+    ),
     "cutmix": AugmentConfig(cutmix=0.5),
 }
 """--augment -> its strengths: flips, gain and offset alone, with nnU-Net's (Isensee et al. 2021)
-too, with or without flips, or with boxes of other cases."""
+too, or with boxes of other cases."""
 
 FEW_CASES = 50
 """Training cases below which runs are augmented by "cutmix" unless they are told how: 16 hearts of

@@ -44,7 +44,6 @@ from models.strides import (
 # The cases that decide the network: together, so that the networks of all folds are alike.
 DECIDING = ("train", "val")
 
-THICK = f"slices are at least {THICK_SLICES} times as thick as voxels are wide"
 MOST_OF_A_CROP = 0.5  # of the voxels of whole volumes, for steps on crops by themselves
 
 
@@ -118,7 +117,8 @@ def curriculum_of_store(
         least = round(LEAST_COARSE_VOXELS ** (1 / 3))
         return "off", f"{halved} has fewer than {least}^3 voxels"
     if thick_axis(_spacing_of(store)) is not None and not is_patch:
-        return "all", f"{THICK}; {halved}"
+        thick = f"slices are at least {THICK_SLICES} times as thick as voxels are wide"
+        return "all", f"{thick}; {halved}"
     return "half", halved
 
 
@@ -147,11 +147,7 @@ def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:
         _, folds = parse_fold(fold)
         cases = len(_of_splits(manifest, *DECIDING)) * (folds - 1) // folds
     why = f"{count(cases, 'case')} to train on; cutmix below {FEW_CASES}"
-    if cases < FEW_CASES:
-        return "cutmix", why
-    if thick_axis(_spacing_of(store)) is not None:
-        return "turned", THICK
-    return "light", why
+    return "cutmix" if cases < FEW_CASES else "light", why
 
 
 def median_extent(store: Store, extent: str) -> Shape3:

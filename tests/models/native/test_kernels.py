@@ -282,7 +282,7 @@ def meanwhile():
     while not done.is_set():
         channels = channels % 640 + 16
         computed(channels)
-thread = threading.Thread(target=meanwhile)
+thread = threading.Thread(target=meanwhile, daemon=True)
 thread.start()
 for channels in range(4, 124, 10):
     child = os.fork()
