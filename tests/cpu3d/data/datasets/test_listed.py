@@ -126,6 +126,7 @@ WRONG_LABELS = (
     {"background": 0, "a": 1, "b": 1},
     {"background": 0, "a": 300},
     {"background": 0, "a": [0, 1]},
+    {"background": 0, "a": 1, "ignore": 0},
     {"background": 0, "a": 1, "ignore": 1},
     {"background": 0, "a": 1, "ignore": [2, 3]},
 )

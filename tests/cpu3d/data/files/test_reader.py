@@ -47,6 +47,7 @@ def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind=kind)
     reader = Reader(tmp_path, mode)
+    handles = os.listdir("/proc/self/fd")
     for name, stored in (("x", image), ("y", label)):
         array = reader.array(record, name)
         assert array.dtype == stored.dtype
@@ -56,6 +57,8 @@ def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
         is_map = str(array_path(tmp_path, record, name)) in maps
         assert is_map == (not array.flags.writeable) == (kind == "npy" and mode == "mmap")
+    del array
+    assert os.listdir("/proc/self/fd") == handles, "all closed"
 
 
 @st.composite
