@@ -16,22 +16,21 @@ WITHOUT = dataclasses.replace(SMALL.host, isa=("avx",))
 """A host on which native operations do not run."""
 
 # Job, side, MiB of the process at most: `bench step` without built libraries on two cores of an AMD
-# EPYC, TensorFlow 2.15.1, 2026-11-26; and what is predicted, as a share of it.
+# EPYC, TensorFlow 2.15.1, 2026-11-26.
 MEASURED = [
-    ({}, {}, 96, 1914, 0.9265),
-    ({"norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435, 0.9336),
-    ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141, 0.9955),
-    ({}, {"engine": "stock"}, 96, 1532, 1.0335),
-    ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195, 1.0017),
-    ({"dtype": "bfloat16"}, {}, 128, 2275, 0.9317),
+    ({}, {}, 96, 1914),
+    ({"norm": "batch"}, {"batch": 2, "micro_batch": 2}, 64, 1435),
+    ({"residual": True, "deep_supervision": True}, {"optimizer": "adam"}, 64, 1141),
+    ({}, {"engine": "stock"}, 96, 1532),
+    ({"dtype": "bfloat16"}, {"engine": "stock"}, 96, 1195),
+    ({"dtype": "bfloat16"}, {}, 128, 2275),
 ]
 
 
-@pytest.mark.parametrize(("unet", "more", "side", "held_mib", "share"), MEASURED)
-def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side, held_mib, share):
+@pytest.mark.parametrize(("unet", "more", "side", "held_mib"), MEASURED)
+def test_the_bound_is_above_what_a_process_held_but_not_by_half(unet, more, side, held_mib):
     job = Job(UNetConfig(**unet), (side,) * 3, threads=2, **more)
     predicted = estimate(job, constants_of(WITHOUT))
-    assert predicted.process_peak_bytes == pytest.approx(share * held_mib * MIB, rel=1e-3)
     assert held_mib * MIB <= predicted.upper_bound_bytes <= 1.5 * held_mib * MIB
 
 

@@ -186,3 +186,5 @@ def test_what_is_left_is_at_the_pace_of_the_last_attempt(events, step_s):
         assert Pace(events).seconds_left(24, unknown) is None
     # coarse ones as was predicted of them
     assert Pace([START]).seconds_left(1, 10) == 1 + 8 * 5
+    # the second coarse step is none of the full ones
+    assert Pace([{**START, "step": 0}, *steps(1, 9, 1, 9, 5)]).step_s(4) == 5

@@ -223,7 +223,8 @@ def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
 
 
 @pytest.mark.parametrize(
-    "text", ["case,patient\na,p\nb,p\n\n", "b;p\na;p", "a\tp\n\nb\tp\nz\tq", "\ufeffa, p\nb ,p\na,p"]
+    "text",
+    ["case,patient\na,p\nb,p\n\n", "b;p\na;p", "a\tp\n\nb\tp\nz\tq", "\ufeffa, p\nb ,p\na,p"],
 )
 def test_a_table_of_patients_may_be_written_as_spreadsheets_do(tmp_path, text):
     (tmp_path / "table").write_text(text)
