@@ -37,7 +37,6 @@ def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     of_wide, of_flat = (scratch_of(op.native, 8, "avx2", 2**20) for op in (wide, flat))
     assert of_wide.threads == 2  # as many as there are rows
     assert of_wide.kept_bytes > of_flat.kept_bytes
-    assert of_wide.passing_bytes > of_flat.passing_bytes
     together = scratch_bytes([wide, flat], 8, "avx2", 2**20)
     whole = 2 * of_wide.kept_bytes + 6 * of_flat.kept_bytes + of_wide.passing_bytes
     assert whole < together <= whole + 9 * (64 + 4096)  # a buffer's first line, in whole pages

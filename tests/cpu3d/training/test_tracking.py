@@ -60,7 +60,6 @@ def test_mlflow_has_one_run_with_the_points_of_all_attempts(phantom_store, tmp_p
     history = client.get_metric_history(run.info.run_id, "step/loss")
     logged = {event["step"]: event["loss"] for event in steps_of(folder)}
     assert {metric.step: metric.value for metric in history} == logged
-    assert len(logged) == 8
     assert "records.db" not in (folder / "mlflow.json").read_text()
 
 
