@@ -15,14 +15,15 @@ from cpu3d.data.augment import AUGMENTS
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.region import NO_GRID, Shape3
+from cpu3d.data.sampling import WHOLE_EVERY
 from cpu3d.data.store import Store, case_box, check_names
 from cpu3d.data.stores.store_decisions import (
     augment_of_store,
+    crop_share_of_store,
     curriculum_of_store,
     depth_of_store,
     median_extent,
     strides_of_store,
-    whole_every_of_store,
 )
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device, why_no_card
@@ -222,19 +223,12 @@ def _with_grid(
 def _with_crops(config: RunConfig, store: Store, reasons: Dict[str, str]) -> RunConfig:
     """The run with the steps of which one is on whole volumes, the others on crops, and as many
     samples of a case in an epoch as have the voxels of a whole one."""
-    whole_every = config.whole_every
     if config.curriculum != "all":
-        if whole_every > 1:
-            raise InputError(
-                f"--whole-every must be 1 without --curriculum all, got {whole_every}; leave it out"
-            )
-        return dataclasses.replace(config, whole_every=1)
-    usual, share, why = whole_every_of_store(store, config.extent, config.unet)
-    if not whole_every:
-        whole_every = usual
-        reasons["whole_every"] = f"whole volumes in 1 step of {whole_every}: {why}"
-    config = dataclasses.replace(config, whole_every=whole_every, crop_share=share)
-    return dataclasses.replace(config, samples_per_case=max(round(1 / config.step_share), 1))
+        return config
+    share, why = crop_share_of_store(store, config.extent, config.unet)
+    reasons["whole_every"] = f"whole volumes in 1 step of {WHOLE_EVERY}: {why}"
+    config = dataclasses.replace(config, whole_every=WHOLE_EVERY, crop_share=share)
+    return dataclasses.replace(config, samples_per_case=round(1 / config.step_share))
 
 
 def largest_extent(store: Store, config: RunConfig) -> Shape3:

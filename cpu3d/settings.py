@@ -23,7 +23,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.region import EXTENTS, NO_GRID, round_up
-from cpu3d.data.sampling import WHOLE_EVERY
 from cpu3d.errors import InputError
 from cpu3d.store_facts import StoreFacts
 from memory_estimator.common.schema import check, option, to_command_line
@@ -132,16 +131,6 @@ class Settings:
         "to full; auto: all for thick slices, else half, and off below 40^3 voxels at half",
         choices=(AUTO, "off", "half", "all"),
     )
-    whole_every: int = _training(
-        0,
-        "with --curriculum all: train on whole volumes in one step of N, in the others on crops "
-        f"around the labels (default: {WHOLE_EVERY} if these have at most half of the voxels, "
-        "else 1)",
-        "N",
-        at_least=0,
-        typed_at_least=1,
-        at_most=20,
-    )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
@@ -243,6 +232,7 @@ class Decided:
     samples_per_case: int = 1
     """In an epoch: as many patches, or crops and whole volumes, as have a whole one's voxels."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
+    whole_every: int = 1  # steps of which one is on whole volumes, the others on crops
     crop_share: float = 1.0  # of a whole volume's voxels, that crops have
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
 

@@ -12,7 +12,8 @@ import tensorflow as tf
 from cpu3d.data.cases.resample import rows_for, to_source_grid
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Region, Shape3, paste
+from cpu3d.data.region import Region, Shape3, bounding_box, centred, paste, round_up, xyz
+from cpu3d.data.sampling import LABEL_MARGIN
 from cpu3d.data.store import case_box, case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
@@ -70,8 +71,9 @@ class Predictor:
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
         the store's if none. The network sees the content box, or with the full extent the volume,
         rounded up to its multiples: in one pass, or window by window, always so with `in_windows`.
-        Outside of that the probability is 0. Raises DoesNotFitError if memory runs out,
-        DivergedError for answers that are not finite."""
+        Outside of that the probability is 0. A run on crops answers once more on the crop around
+        all that it has found. Raises DoesNotFitError if memory runs out, DivergedError for answers
+        that are not finite."""
         region = self.region(record)
         window = self.window or (self.config.grid if in_windows else None)
         logits_of = functools.partial(self._logits, window=window)
@@ -79,6 +81,13 @@ class Predictor:
             seen = self._seen(image, record, region, tuple(channels or self.channels))
             axes = mirrored_axes_of(self.config, self.inference)
             logits = over_mirror_images(logits_of, seen, axes)
+            if self.config.whole_every > 1 and not window:  # trained on crops
+                found = bounding_box((logits > 0).any(-1))
+                size = xyz(side + 2 * LABEL_MARGIN for side in found.size)
+                size = round_up(size, self.config.unet.divisors)
+                crop = centred(found, size, region.size).slices(region.size)
+                part = seen[(slice(None), *crop)]
+                logits[crop] = over_mirror_images(logits_of, part, axes)
             seen_answers = tf.sigmoid(logits).numpy()
         if not np.isfinite(seen_answers).all():
             raise DivergedError(

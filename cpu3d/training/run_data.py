@@ -138,15 +138,10 @@ class RunData:
 
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""
-        batch = self.config.batch
+        config = self.config
         cases = self._train_cases
-        names = []
-        for position in range(step * batch, (step + 1) * batch):
-            names.append(cases[self._case_at(position)])
-        return names
-
-    def _case_at(self, position: int) -> int:
-        return case_at(position, cases=len(self._train_cases), seed=self.config.seed)
+        positions = range(step * config.batch, (step + 1) * config.batch)
+        return [cases[case_at(each, cases=len(cases), seed=config.seed)] for each in positions]
 
 
 class MicroBatches:

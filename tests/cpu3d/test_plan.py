@@ -459,41 +459,30 @@ def test_thick_slices_are_learnt_at_half_resolution_throughout(
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
 
 
-@pytest.mark.parametrize(
-    ("corner", "settings", "whole_every"),
-    [
-        (56, {}, 5),  # crops of 64 x 64 x 14
-        (56, {"whole_every": 3}, 3),
-        (56, {"curriculum": "half"}, 1),
-        (120, {}, 1),  # of 128 x 128 x 14, more than half of the voxels
-    ],
-)
-def test_most_steps_are_on_crops_where_labels_are_small_in_thick_slices(
-    plan_with, corner, settings, whole_every
-):
+def test_most_steps_are_on_crops_in_thick_slices(plan_with):
     boxes = in_boxes(*[(158, 144, 14)] * 4)
-    labelled = Region((4, 4, 4), (corner - 3, corner - 3, 6))
-    cases = [dataclasses.replace(case, label_box=labelled) for case in boxes.manifest.cases]
-    store = Store(boxes.folder, dataclasses.replace(boxes.manifest, cases=cases))
-    plan = plan_with(store=of_voxels(store, *THICK), depth=3, steps=6, **settings)
-    assert plan.config.whole_every == whole_every
+
+    def planned(*corner, **settings):
+        labelled = Region((4, 4, 4), tuple(side - 3 for side in corner))
+        cases = [dataclasses.replace(case, label_box=labelled) for case in boxes.manifest.cases]
+        store = Store(boxes.folder, dataclasses.replace(boxes.manifest, cases=cases))
+        return plan_with(store=of_voxels(store, *THICK), depth=3, steps=6, **settings)
+
+    plan = planned(56, 56, 9)  # crops of 64 x 64 x 14
     forecast = plan.forecast
-    if whole_every == 1:
-        assert forecast.full_step_s == forecast.whole_step_s
-        with pytest.raises(InputError, match="--whole-every must be 1 without --curriculum all"):
-            plan_with(store=store, curriculum="half", whole_every=2)
-        return
     (name, crop), *_ = forecast.by_case
     assert (name, crop.job.shape) == ("median crop", (64, 64, 14))
-    seconds = (crop.step_s * (whole_every - 1) + forecast.whole_step_s) / whole_every
+    seconds = (crop.step_s * 9 + forecast.whole_step_s) / 10
     assert forecast.full_step_s == pytest.approx(seconds)
-    of_whole = plan_with(store=of_voxels(store, *THICK), depth=3, steps=6, whole_every=1)
-    crop_share = (64 * 64) / (160 * 144)
-    seen = 6 * (1 + crop_share * (whole_every - 1)) / whole_every  # in whole steps
+    seen = 6 * (1 + (64 * 64) / (160 * 144) * 9) / 10  # in whole steps
     assert plan.config.full_steps(6) == pytest.approx(seen)
-    assert plan.steps_per_epoch == len(store.manifest.split["train"]) * round(6 / seen)
+    assert plan.steps_per_epoch == len(boxes.manifest.split["train"]) * round(6 / seen)
+    of_whole = planned(158, 144, 14)
+    assert of_whole.steps_per_epoch == len(boxes.manifest.split["train"])
     for figure in ("upper_bound_bytes", "postprocessing_s"):
         assert getattr(forecast, figure) == getattr(of_whole.forecast, figure)
+    half = planned(56, 56, 9, curriculum="half").forecast
+    assert half.full_step_s == half.whole_step_s
 
 
 # --- Memory ---

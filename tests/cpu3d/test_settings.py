@@ -149,9 +149,7 @@ def test_a_length_chosen_in_one_way_takes_the_place_of_another(before, words, af
     assert chosen_again(before, now) == now
 
 
-@pytest.mark.parametrize(
-    "name", ["epochs", "steps", "validations", "micro-batch", "batch", "whole-every"]
-)
+@pytest.mark.parametrize("name", ["epochs", "steps", "validations", "micro-batch", "batch"])
 def test_a_number_that_would_be_taken_for_the_default_is_refused(name):
     with pytest.raises(InputError, match=rf"^--{name} must be at least 1, got 0; [^\n]+$"):
         with_settings(Settings(), chosen(f"--{name}", "0"))

@@ -44,8 +44,6 @@ from models.strides import (
 # The cases that decide the network: together, so that the networks of all folds are alike.
 DECIDING = ("train", "val")
 
-MOST_OF_A_CROP = 0.5  # of the voxels of whole volumes, for steps on crops by themselves
-
 
 class DecidedRow(NamedTuple):
     """A row of the table of what was decided for a store."""
@@ -65,8 +63,8 @@ def decisions_of(store: Store) -> List[DecidedRow]:
     curriculum, why_halved = curriculum_of_store(store, median, unet)
     rows = [DecidedRow("half resolution", curriculum, why_halved)]
     if curriculum == "all":
-        whole_every, _, why_cropped = whole_every_of_store(store, "brain", unet)
-        rows.append(DecidedRow("whole volumes", f"1 step of {whole_every}", why_cropped))
+        _, cropped = crop_share_of_store(store, "brain", unet)
+        rows.append(DecidedRow("whole volumes", f"1 step of {WHOLE_EVERY}", cropped))
     multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
     grids = [round_up(record.box.size, unet.divisors) for record in manifest.cases]
     return [
@@ -122,10 +120,9 @@ def curriculum_of_store(
     return "half", halved
 
 
-def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[int, float, str]:
-    """Steps at half resolution of which one is on whole volumes if no setting says so; the share
-    that crops around the labels have of the voxels; and why: most of a volume is far from its
-    labels, or not."""
+def crop_share_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[float, str]:
+    """The voxels of crops around the labels as a share of those of whole volumes; and that in
+    words."""
     volumes = VolumeSampling(extent, multiple=unet.divisors)
     crops = dataclasses.replace(volumes, is_crop=True)
     records = _of_splits(store.manifest, *DECIDING)
@@ -134,8 +131,7 @@ def whole_every_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[i
         for sampling in (crops, volumes)
     ]
     share = voxels[0] / voxels[1]
-    why = f"crops around the labels have {share:.0%} of the voxels"
-    return WHOLE_EVERY if share <= MOST_OF_A_CROP else 1, share, why
+    return share, f"crops around the labels have {share:.0%} of the voxels"
 
 
 def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:
