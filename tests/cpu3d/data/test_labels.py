@@ -121,22 +121,21 @@ def test_codes_that_a_perfect_answer_does_not_paint_back_are_named(regions, clas
     assert [int(re.search(r"for code (\d+)", problem)[1]) for problem in problems] == list(lost)
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        ("left kidney", "right kidney"),
-        ("Kidney_L", "Kidney_R"),
-        ("leftlung", "rightlung"),
-        ("Lung_Lt", "Lung_Rt"),
-        ("lftLung", "rgtLung"),
-        ("cortex lh", "cortex rh"),
-        ("lkidney", "rkidney"),
-        ("lateral vessel l", "lateral vessel r"),
-        ("Left Lung", "lung right"),
-        ("left side of left lung", "right side of right lung"),
-    ],
-)
-def test_names_that_differ_in_left_and_right_alone_are_a_pair(pair):
+PAIRS = """left kidney, right kidney
+Kidney_L, Kidney_R
+leftlung, rightlung
+Lung_Lt, Lung_Rt
+lftLung, rgtLung
+cortex lh, cortex rh
+lkidney, rkidney
+lateral vessel l, lateral vessel r
+Left Lung, lung right
+left side of left lung, right side of right lung"""
+
+
+@pytest.mark.parametrize("line", PAIRS.split("\n"))
+def test_names_that_differ_in_left_and_right_alone_are_a_pair(line):
+    pair = tuple(line.split(", "))
     assert mirror_pair(["background", *pair, "liver"]) == pair
     assert mirror_pair(["background", pair[0], "liver"]) is None
 

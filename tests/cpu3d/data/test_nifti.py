@@ -67,13 +67,14 @@ def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype
     assert (geometry.shape, geometry.axes) == ((2, 3, 4), "RAS")
 
 
-def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path):
+@pytest.mark.parametrize("slope", [1, 3])
+def test_scaling_is_applied_and_integral_values_stay_integral(tmp_path, slope):
     array = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
     path = write_nifti(tmp_path / "a.nii", array)
-    overwrite(path, 112, np.array([3, -5], "<f4").tobytes())
+    overwrite(path, 112, np.array([slope, -5], "<f4").tobytes())
     voxels, _ = read_volume(path)
     assert voxels.dtype == np.float64
-    assert np.array_equal(voxels, array * 3 - 5)
+    assert np.array_equal(voxels, array * slope - 5)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,8 @@ def test_another_ending_is_not_written(tmp_path):
     geometry = read_volume(write_nifti(tmp_path / "a.nii", ZEROS))[1]
     with pytest.raises(InputError, match=r"must end in \.nii\.gz or \.nii"):
         write_volume(tmp_path / "a.mgz", ZEROS, geometry)
+    write_volume(tmp_path / "a.NII.GZ", ZEROS, geometry)
+    assert gzip.decompress((tmp_path / "a.NII.GZ").read_bytes())
 
 
 @pytest.mark.parametrize("axes", ORIENTATIONS)

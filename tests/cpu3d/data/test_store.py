@@ -13,7 +13,8 @@ def test_a_check_names_every_damaged_file_at_once(tiny_store):
     tiny_store.check(records)
     cases = tiny_store.folder / "cases"
     (cases / "a.x.npy").unlink()
-    (cases / "a.y.npy").write_bytes(b"")
+    (cases / "a.y.npy").unlink()
+    (cases / "a.y.npy").mkdir()
     (cases / "b.x.npy").write_bytes(b"0" * records[1].files["x"].size_bytes)
     with pytest.raises(InputError) as caught:
         tiny_store.check(records)

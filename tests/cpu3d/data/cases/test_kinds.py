@@ -127,7 +127,7 @@ def kinds(store):
         (with_skull, "noNorm", "none", "by its name"),
         (with_skull, "rescale_to_0_1", "rescale", "by its name"),
         (in_hounsfield_units, "CT", "ct", "by its name"),
-        (beside(-1024, 1), "MRI", "ct", "7% of the voxels are about -1000, .* from 5% on"),
+        (beside(-1090, 1), "MRI", "ct", "7% of the voxels are about -1000, .* from 5% on"),
         (beside(-910, 1), "MRI", "ct", "from 5% on"),
     ],
 )
@@ -166,6 +166,7 @@ def test_cases_of_the_test_split_decide_neither_kinds_nor_windows(tmp_path):
     tested = prepare(data, tmp_path / "tested", fractions=(0, 0, 1), workers=1).normalisation
     assert tested[0].high > 1000  # without training cases all decide
     assert tested[1].kind is Kind.FOREGROUND
+    assert "0 around" in tested[1].why
 
 
 def test_kinds_are_of_cases_spread_over_the_data_set(tmp_path, monkeypatch):

@@ -13,13 +13,11 @@ from cpu3d.data.cases.resample import (
     resample_label,
     resampled_shape,
     target_spacing,
-    to_source_grid,
 )
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.nifti import (
     ras_spacing_mm,
     read_volume,
-    to_ras,
     write_volume,
 )
 from cpu3d.data.normalise import Kind, Normalisation
@@ -202,25 +200,3 @@ def test_a_label_that_vanishes_is_said(tmp_path):
     (note,) = case_notes(record, CHANNELS)
     assert "label 2 (1 voxel)" in note
     assert not case_notes(record, CHANNELS, ignore=2)
-
-
-# --- Back on the source's grid ---
-
-
-@pytest.mark.parametrize("axes", ["RAS", "LPS"])
-@pytest.mark.parametrize(
-    ("spacing_mm", "least"),
-    [((2.0, 2.0, 2.0), 0.97), ((0.8, 0.8, 4.0), 0.94), ((1.0, 1.0, 2.0), 0.98)],
-)
-def test_answers_come_back_to_the_grid_of_the_source(tmp_path, spacing_mm, least, axes):
-    case = load(tmp_path, spacing_mm, ISO, axes)
-    record = case.record
-    source = to_ras(*read_volume(tmp_path / "labelsTr/a.nii.gz"))
-    for seen, truth in ((case.label >= 1, source >= 1), (case.label == 2, source == 2)):
-        back = to_source_grid(seen.astype(np.float32), record)
-        assert back.dtype == np.float32
-        answer = back >= 0.5
-        dice = 2 * np.count_nonzero(answer & truth) / (answer.sum() + truth.sum())
-        assert dice > least
-    everywhere = np.ones(record.shape, np.float32)
-    np.testing.assert_allclose(to_source_grid(everywhere, record), 1, rtol=1e-6)

@@ -27,7 +27,7 @@ from tests.cpu3d.data.made_datasets import (
     write_nifti,
 )
 
-TUMOUR = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3}
+TUMOUR = {"air": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3}
 
 
 def ids_of(cases):
@@ -74,9 +74,10 @@ def test_other_files_than_those_of_the_ending_are_left_alone(tmp_path):
     assert [path.name for path in case.images] == [f"a_{n:04d}.nii" for n in range(4)]
 
 
-def test_channels_are_taken_by_name_in_any_order(tmp_path):
-    (case,) = read_dataset(nnunet(tmp_path, 1)).with_channels(("t2", "FLAIR")).cases
-    assert [path.name[-11:] for path in case.images] == ["0003.nii.gz", "0000.nii.gz"]
+@pytest.mark.parametrize(("names", "places"), [(("t2", "FLAIR"), [3, 0]), (("flair",), [0])])
+def test_channels_are_taken_by_name_in_any_order(tmp_path, names, places):
+    (case,) = read_dataset(nnunet(tmp_path, 1)).with_channels(names).cases
+    assert [int(path.name[-11:-7]) for path in case.images] == places
 
 
 def test_labels_of_several_codes_are_regions_with_their_order_and_codes_get_names(tmp_path):
@@ -87,7 +88,7 @@ def test_labels_of_several_codes_are_regions_with_their_order_and_codes_get_name
     ]  # fmt: skip
     assert (dataset.class_order, dataset.ignore) == ((1, 2, 3, 7), 9)
     assert dataset.labels == {
-        0: "background",
+        0: "air",
         1: "code 1 of whole",
         2: "code 2 of core",
         3: "enhancing",
@@ -125,6 +126,7 @@ WRONG_LABELS = (
     {"background": 1, "a": 2},
     {"background": 0, "a": 1, "b": 1},
     {"background": 0, "a": 300},
+    {"background": 0, "a": -1},
     {"background": 0, "a": [0, 1]},
     {"background": 0, "a": 1, "ignore": 0},
     {"background": 0, "a": 1, "ignore": 1},
@@ -145,6 +147,7 @@ WRONG_LABELS = (
         ({"labels": TUMOUR, "regions_class_order": [1, 2]}, r"regions_class_order .*\[1, 2\]"),
         ({"labels": TUMOUR, "regions_class_order": [3, 2, 3]}, PAINTED),
         ({"dataset": {"../a": {"images": ["a.nii.gz"]}}}, "names of files, got '../a'"),
+        ({"dataset": {".": {"images": ["a.nii.gz"]}}}, r"names of files, got '\.'"),
         ({"channel_names": None, "modality": NAMES}, "must list cases"),
     ],
 )
@@ -161,7 +164,13 @@ def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"modality": {"0": "\x1b[2J"}}, {"labels": {"1": "a\x9b2J"}}, {"name": "\u202e"}]
+    "changes",
+    [
+        {"modality": {"0": "\x7f[2J"}},
+        {"labels": {"1": "a\x9f2J"}},
+        {"name": "\u2028"},
+        {"name": "\u2069"},
+    ],
 )
 def test_a_name_with_control_characters_is_refused_and_shown_without_them(tmp_path, changes):
     with pytest.raises(InputError, match="must be without control characters") as caught:
@@ -179,14 +188,15 @@ def test_an_id_with_control_characters_is_refused(tmp_path):
 def test_the_id_of_a_case_is_its_files_name_or_the_nearest_folders_that_tells_cases_apart(
     tmp_path, image
 ):
-    ids = ["p1", "p2", "p3"]
+    ids = ["p3", "p1", "p2"]
     training = []
     for name in ids:
         entry = {"image": image.format(name), "label": f"labels/{name}.nii.gz"}
         for path in entry.values():
             write_nifti(tmp_path / path, tiny_image())
         training.append(entry)
-    assert ids_of(read_dataset(decathlon(tmp_path, 0, training=training)).cases) == ids
+    dataset = read_dataset(decathlon(tmp_path, 0, training=training, name=""))
+    assert (ids_of(dataset.cases), dataset.name) == (sorted(ids), tmp_path.name)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -268,12 +278,13 @@ def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path):
 
 
 def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
-    folder = decathlon(tmp_path, 4, channel_names=NAMES)
+    names = {"3": "ADC", "1": "T1w", "0": "FLAIR", "2": "t1gd"}
+    folder = decathlon(tmp_path, 4, channel_names=names)
     with dataset_json(folder) as content:
         for number, entry in enumerate(content["training"][:3]):
             entry["fold"] = number % 2
     dataset = read_dataset(folder)
-    assert dataset.layout == "decathlon"
+    assert (dataset.layout, dataset.channels[1:]) == ("decathlon", ("T1w", "t1gd", "ADC"))
     assert [fold["val"] for fold in dataset.folds] == [("BRATS_000", "BRATS_002"), ("BRATS_001",)]
     assert all("BRATS_003" in fold["train"] for fold in dataset.folds)
     with dataset_json(folder) as content:
@@ -297,10 +308,10 @@ def prepare_with_regions(tmp_path, *texts):
 
 
 def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys):
-    code, store = prepare_with_regions(tmp_path, "inner=3,2", "edema=1")
+    code, store = prepare_with_regions(tmp_path, "in=ner=3,2", "edema=1")
     assert code == 0
     manifest = open_store(store).manifest
-    assert list(manifest.regions.items()) == [("inner", (2, 3)), ("edema", (1,))]
+    assert list(manifest.regions.items()) == [("in=ner", (2, 3)), ("edema", (1,))]
     assert "1 edema -> edema" in capsys.readouterr().out
 
 
@@ -313,6 +324,7 @@ def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, capsys)
         (["WT=0"], "of different codes 1 to 255, got WT=0;"),
         (["WT=1", "wt=2"], "different names"),
         (["WT=1,7"], r"region WT .* got 7"),
+        (["WT=1,3", "--ignore", "3"], r"region WT .* got 3"),
     ],
 )
 def test_regions_that_cannot_be_are_refused_in_one_line(tmp_path, texts, rule, capsys):
