@@ -121,19 +121,12 @@ def test_noise_alone_needs_no_volume_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("noise", -1),
-        ("blur", np.nan),
-        ("gain", 1),
-        ("contrast", 1),
-        ("low_resolution", 1),
-        ("cutmix", 1),
-    ],
+    "words", ["noise -1", "blur nan", "gain 1", "contrast 1", "low_resolution 1", "cutmix 1"]
 )
-def test_an_augmentation_out_of_range_is_refused(name, value):
+def test_an_augmentation_out_of_range_is_refused(words):
+    name, value = words.split()
     with pytest.raises(ValueError, match=f"augment {name} must be in .*, got {value}"):
-        AugmentConfig(**{name: value})
+        AugmentConfig(**{name: float(value)})
 
 
 @pytest.mark.parametrize(("blur", "low_resolution"), [(0.7, 1), (0, 0.32), (0, 0.01), (1.2, 0.6)])

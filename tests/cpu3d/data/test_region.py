@@ -25,10 +25,6 @@ def test_cropping_reads_every_voxel_where_it_is_and_pasting_is_the_way_back(shap
     assert overlap is None or overlap == bounding_box(kept)
 
 
-def test_an_empty_mask_is_bounded_by_the_whole_volume():
-    assert bounding_box(np.zeros((2, 3, 4), bool)) == whole((2, 3, 4))
-
-
 def test_an_odd_voxel_is_added_behind_and_left_out_in_front():
     inside = centred(Region((3, 3, 3), (4, 5, 6)), (5, 5, 5), (20, 20, 20))
     assert inside.start == (3, 3, 4)

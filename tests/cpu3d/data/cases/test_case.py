@@ -54,6 +54,7 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     np.testing.assert_array_equal(case.image, np.stack([first, second], -1)[::-1, ::-1])
     np.testing.assert_array_equal(case.label, label[::-1, ::-1])
     record = case.record
+    assert record.label_voxels_sha256.startswith("0bdf6589024a")  # of all stores that there are
     assert (record.units, record.max_abs_error) == ((), 0.0)
     assert record.channel_mean == (3.0, -1.0)
     assert record.channel_std == pytest.approx((1.0, np.sqrt(8)))

@@ -178,13 +178,17 @@ def test_a_name_with_control_characters_is_refused_and_shown_without_them(tmp_pa
     assert str(caught.value).isprintable()
 
 
-def test_an_id_with_control_characters_is_refused(tmp_path):
+def test_an_id_or_a_patient_with_control_characters_is_refused(tmp_path):
     brats_case(tmp_path / "BraTS-GLI-00001-000\x1b[2J")
     with pytest.raises(InputError, match=r"control characters, got 'BraTS-GLI-00001-000\\x1b\[2J'"):
         read_dataset(tmp_path)
+    (tmp_path / "table").write_text("p,\x9bq")
+    brats_case(tmp_path / "cases/p")
+    with pytest.raises(InputError, match="names in --patients"):
+        read_dataset(tmp_path / "cases", tmp_path / "table")
 
 
-@pytest.mark.parametrize("image", ["{}/image.nii.gz", "{}/anat/image.nii.gz", "x/{}.nii.gz"])
+@pytest.mark.parametrize("image", ["s{0}/{0}/image.nii.gz", "{}/anat/image.nii.gz", "x/{}.nii.gz"])
 def test_the_id_of_a_case_is_its_files_name_or_the_nearest_folders_that_tells_cases_apart(
     tmp_path, image
 ):
