@@ -18,13 +18,13 @@ def drawn(
     channels=2,
     names=(),
     own=(0, 1, 0, 1),
-    kind=Kind.FOREGROUND,
+    kinds=(),
     seed=1,
     spacing_mm=(1, 1, 1),
 ):
     """With a normalisation that changes nothing, unless by a channel's `own` statistics: "scale" is
     the gain, "shift" the offset."""
-    levels = levels_of([Statistics(*own)] * channels, [Normalisation(kind)] * channels)
+    levels = levels_of([Statistics(*own)] * channels, kinds)
     mirrored = config.mirrored_axes(names)
     return draw(config, levels, spacing_mm, seed=seed, position=position, mirrored=mirrored)
 
@@ -42,9 +42,12 @@ def test_what_is_drawn_depends_on_seed_and_position_alone():
     halved = drawn(ALL, 3, own=(4, 2, 0, 9))
     np.testing.assert_allclose(halved.scale, 0.5 * samples[3].scale, rtol=1e-6)
     np.testing.assert_allclose(halved.shift, samples[3].shift - 2 * samples[3].scale, rtol=1e-6)
-    other = drawn(ALL, 3, own=(4, 2, 0, 9), kind=Kind.ZSCORE)  # x / 2, and -2 around the volume
-    np.testing.assert_allclose(other.scale, halved.scale)
-    np.testing.assert_allclose(other.outside, halved.shift, rtol=1e-6)
+    ct = Normalisation(Kind.CT, 0, 9, 4, 2)  # x / 2 up to 4.5, and -2 around the volume
+    mixed = drawn(ALL, 3, own=(4, 2, 0, 9), kinds=(Normalisation(), ct))
+    np.testing.assert_allclose(mixed.scale, halved.scale)
+    own = halved.shift * np.eye(2)
+    np.testing.assert_allclose([mixed.shift, mixed.outside], own, rtol=1e-6)
+    np.testing.assert_array_equal([mixed.background, mixed.limits[1]], [[0, np.nan], [-2, 2.5]])
 
 
 @pytest.mark.parametrize("left", ["rotation_deg", "contrast", "gamma", "noise", "blur", "gain"])
@@ -58,23 +61,25 @@ def test_one_option_does_not_move_the_numbers_of_another(left):
 
 
 RANGES = {
-    "noise": (0, 0.1, 1, 0.1, 1),
-    "blur": (0.5, 1, 0, 0.2, 0.5),
-    "contrast": (0.75, 1.25, 1, 0.15, 1),
-    "gamma": (1 / 1.5, 1.5, 1, 0.4, 1),
-    "low_resolution": (0.5, 1, 1, 0.25, 0.5),
+    "noise": (0, 0.1, 1, 0.1, 1, 61.4103),
+    "blur": (0.5, 1, 0, 0.2, 0.5, 782.587),
+    "contrast": (0.75, 1.25, 1, 0.15, 1, 1848.62),
+    "gamma": (1 / 1.5, 1.5, 1, 0.4, 1, 4949.12),
+    "low_resolution": (0.5, 1, 1, 0.25, 0.5, 2542.61),
 }
 """Change -> its least and largest value with ALL, and that of a channel without it; the shares of
-samples and of their channels that have it."""
+samples and of their channels that have it; and the sum that it has always had, by the order of
+draws."""
 
 
 def test_each_change_comes_as_often_as_it_should_and_within_its_range():
     samples = [drawn(ALL, position, channels=4) for position in range(3000)]
-    for name, (low, high, without, of_samples, of_channels) in RANGES.items():
+    for name, (low, high, without, of_samples, of_channels, total) in RANGES.items():
         values = [getattr(sample, name) for sample in samples if getattr(sample, name) is not None]
         none_of_four = (1 - of_channels) ** 4
         assert len(values) / 3000 == pytest.approx(of_samples * (1 - none_of_four), abs=0.03)
         changed = np.concatenate(values)
+        assert changed.sum(dtype=float) == pytest.approx(total, rel=1e-5)
         is_changed = changed != without
         share = of_channels / (1 - none_of_four)
         assert is_changed.mean() == pytest.approx(share, abs=0.05)

@@ -20,6 +20,7 @@ def read(record, **changes):
         {"stored": {"start": [0, 0, 0], "size": [9, 4, 4]}},
         {"stored": {"start": [-1, 0, 0], "size": [5, 4, 4]}},
         {"files": {"x": {"size_bytes": 1, "sha256": ""}}},
+        {"stored": {"start": [0, 2, 0], "size": [4, 2, 4]}},
         {"box": {"start": [2, 2, 2], "size": [0, 1, 1]}},
         {"channel_std": [0.0]},
         {"label_voxels": {}},

@@ -22,7 +22,6 @@ from cpu3d.data.sampling import Share
 from cpu3d.data.source import (
     Batches,
     PatchSampling,
-    grid_size,
     open_store,
     patch_dataset,
     volume_dataset,
@@ -119,12 +118,13 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
     phantom_store, sampling, shape, extent
 ):
     cases = phantom_store.cases("train")
-    codes = tuple(phantom_store.manifest.regions.values())
+    codes = (phantom_store.manifest.regions["ET"],)
     patches = PatchSampling(shape, sampling, codes=codes, extent=extent, seed=4)
-    wide = volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False)
+    chosen = {"regions": ("ET",)}
+    wide = volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False, **chosen)
     volumes = [[volume[0].numpy() for volume in pair] for pair in wide]
     options = {"sampling": sampling, "extent": extent, "seed": 4, "stop": len(cases)}
-    dataset = patch_dataset(phantom_store, shape, **options)
+    dataset = patch_dataset(phantom_store, shape, **options, **chosen)
     for position, patch in in_step(range(len(cases)), dataset):
         sample = source.patch_at(position, patches, cases)
         for own, volume in zip(patch, volumes[sample.case_index]):
@@ -274,6 +274,9 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
     assert source.open_reading(store, share=Share(1, 2)).mode == "pread"
     with pytest.raises(InputError, match=f"store file {cut}"):
         source.open_reading(store, share=Share(0, 2))
+    monkeypatch.setattr("os.preadv", Mock(side_effect=OSError(5, "a bad disk")))
+    with pytest.raises(OSError, match=r"a bad disk.*\.npy"):
+        next(Batches(volume_dataset(store, reader=reader)))
 
 
 # --- Arguments ---
@@ -322,7 +325,9 @@ def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, r
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
 def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
-    least = grid_size(phantom_store, extent=extent, multiple=1)
+    records = phantom_store.manifest.cases
+    sides = [record.box.size if extent == "brain" else record.shape for record in records]
+    least = tuple(np.max(sides, 0))
     image, _ = next(iter(volume_dataset(phantom_store, extent=extent, grid=least)))
     assert image.shape[1:4] == least
     for axis in range(3):

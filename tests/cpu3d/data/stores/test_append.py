@@ -123,7 +123,9 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     before = open_store(store).manifest
     with dataset_json(data / "many") as content:
         content["validation"] = [{}]
-    (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
+    bad = data / "many/imagesTr/BRATS_003.nii.gz"
+    good = bad.read_bytes()
+    bad.write_bytes(b"no volume")
     for number in (1, 4):  # of which the store has the first
         (data / f"many/labelsTr/BRATS_00{number}.nii.gz").unlink()
     with pytest.raises(InputError, match="without bad cases, got 2 bad cases; nothing was conv"):
@@ -141,6 +143,9 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     write_nifti(data / "many/labelsTr/BRATS_004.nii.gz", tiny_label(1))
     append(store, data / "many", workers=1, skip_bad=True)
     assert [*read_quarantine(store)] == ["BRATS_003"]
+    bad.write_bytes(good)
+    append(store, data / "many", workers=1)
+    assert not read_quarantine(store)
 
 
 @given(

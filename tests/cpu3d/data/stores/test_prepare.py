@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 from unittest.mock import Mock
@@ -208,6 +209,9 @@ def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
     with pytest.raises(OSError, match=r"read back.*; 0 finished cases kept in .*; run"):
         prepare(dataset, tmp_path / "store", **THIRDS)
     assert not list((tmp_path / "store/cases").iterdir())
+    monkeypatch.setattr(module, "give_back", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match=r"full; 0 .*; free disk space, then run"):
+        prepare(dataset, tmp_path / "store", **THIRDS)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     printed = capsys.readouterr().out
     assert "0.8 x 0.8 x 1 to 2 x 2 x 4 mm" in printed
     assert "1 x 1 x 1 mm, 3 cases resampled" in printed
-    assert "rounded by up to" in printed
+    assert f"7 int16 .{settings.format}{' cropped' * settings.crop}; rounded by up to" in printed
     store = open_store(folder)
     for case_id, spacing_mm in SPACINGS.items():
         record = store.case(case_id)
@@ -54,10 +54,13 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     ("spacings", "spacing"),
     [(dict.fromkeys("abc", (1.0, 1.0, 2.0)), Keep.AUTO), (SPACINGS, Keep.OFF)],
 )
-def test_without_resampling_images_are_as_their_files_have_them(tmp_path, spacings, spacing):
+def test_without_resampling_images_are_as_their_files_have_them(
+    tmp_path, capsys, spacings, spacing
+):
     data = spaced_set(tmp_path / "data", spacings)
     manifest = prepare(data, tmp_path / "store", **ALL, spacing=spacing)
     assert manifest.target_spacing_mm is None
+    assert ("by --spacing" in capsys.readouterr().out) == (spacing is Keep.OFF)
     store = open_store(tmp_path / "store")
     for record in manifest.cases:
         assert record.spacing_mm == pytest.approx(spacings[record.case_id])

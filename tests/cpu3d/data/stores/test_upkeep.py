@@ -8,7 +8,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import StoreSettings, prepare
-from tests.cpu3d.data.made_datasets import decathlon
+from tests.cpu3d.data.made_datasets import decathlon, tiny_label, write_nifti
 
 
 @pytest.fixture
@@ -18,7 +18,9 @@ def store_in(tmp_path):
     def make(**settings):
         store = tmp_path / "store:x:"  # no symbol, wherever it is printed
         how = {"fractions": (1, 1, 1), "settings": StoreSettings(**settings)}
-        prepare(decathlon(tmp_path / "data"), store, **how, workers=1)
+        data = decathlon(tmp_path / "data")
+        write_nifti(data / "labelsTr/BRATS_000.nii.gz", tiny_label(1, 2))
+        prepare(data, store, **how, workers=1)
         return store
 
     return make
@@ -51,10 +53,10 @@ FACTS = """
   size     4 KiB on disk
   shapes   6x5x4 (3)
 ...
-  label 0  background: 3 cases, 97.500% of the voxels
+  label 0  background: 3 cases, 97.778% of the voxels
   label 1  edema: 3 cases, 0.833% of the voxels
   label 2  non-enhancing tumor: 3 cases, 0.833% of the voxels
-  label 3  enhancing tumour: 3 cases, 0.833% of the voxels
+  label 3  enhancing tumour: 2 cases, 0.556% of the voxels
 """
 DECIDED = """
 spacing: 1 x 1 x 1 mm, as the files have them; voxels of training cases have 1 x 1 x 1 mm
