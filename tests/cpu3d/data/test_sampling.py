@@ -166,6 +166,7 @@ def test_samples_are_dealt_to_workers_by_hand():
             "patch_shape must be three positive integers, voxels X, Y, Z, got (4, 0, 4); "
             "foreground must be in [0, 1], a share of the patches, got 2; ",
         ),
+        (lambda: PatchSampling((4, 4)), "patch_shape must be three positive integers, "),
         (lambda: Share(rank=-1), "rank must be at least 0 and below the 1 workers, got -1; "),
         (lambda: Share(workers=0, batch=0), "workers must be at least 1, got 0; "),
         (lambda: Share(2, 2), "rank must be at least 0 and below the 2 workers, got 2; "),

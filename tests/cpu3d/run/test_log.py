@@ -144,7 +144,9 @@ def test_events_are_shown_with_the_speed_of_steps_that_do_not_compile(tmp_path, 
 def test_costs_are_of_coarse_steps_and_full_ones_apart():
     first = {**START, "step": 0}
     saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
-    events = [first, SCORE, *steps(1, 9, 1, 8, 4, 6), saved, END]
+    before = {**END, "peak_rss_bytes": 2**20, "allocator_peak_bytes": 7}
+    over = {**END, "allocator_peak_bytes": 6}
+    events = [before, first, SCORE, *steps(1, 9, 1, 8, 4, 6), saved, over]
     assert History(events).costs(coarse_steps=2) == Costs(
         steps=5,
         voxels=40,
@@ -154,8 +156,8 @@ def test_costs_are_of_coarse_steps_and_full_ones_apart():
         validation_s=3,
         checkpoint_s=1.5,
         train_s=20,
-        peak_rss_bytes=9 * 2**10,
-        allocator_peak_bytes=None,
+        peak_rss_bytes=2**20,
+        allocator_peak_bytes=7,
     )
     assert History(events).mean_step_s(2, coarse=True) == 1
     assert History([*events, START]).costs().train_s is None, "it has not ended"

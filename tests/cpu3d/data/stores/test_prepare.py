@@ -244,9 +244,9 @@ def test_regions_that_no_training_case_has_are_one_line_of_warning(
     tmp_path, capsys, codes, warning
 ):
     folder = decathlon(tmp_path / "data", 3)
-    for number in range(3):
+    for number in (1, 2):  # the others validate
         write_nifti(folder / f"labelsTr/BRATS_{number:03d}.nii.gz", tiny_label(*codes))
-    prepare(folder, tmp_path / "store", **ALL)
+    prepare(folder, tmp_path / "store", fractions=(2, 1, 0), workers=1)
     lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(lines) == bool(warning)
     assert all(warning in line for line in lines)
