@@ -32,10 +32,11 @@ case "$1 $2" in
       sleep 0.05
     done
     if [ -n "${{STUB_PIP_FAILS:-}}" ]; then echo "ERROR: no matching distribution"; exit 1; fi ;;
-  "-m models.native.build") echo "built" >>"$JOURNAL" ;;
-  "-m cpu3d.data.native.samples") ;;
+  "-m models.native.build") echo "built" >"$JOURNAL.built" ;;
+  "-m cpu3d.data.native.samples") cat "$JOURNAL.built" >>"$JOURNAL" && rm "$JOURNAL.built" ;;
   *)
     more="${{PYTHONSAFEPATH:-}}${{PYTHONHOME:-}}${{PYTHONOPTIMIZE:-}}"
+    more="$more${{PYTHONSTARTUP:-}}${{PYTHONINSPECT:-}}${{PYTHONWARNINGS:-}}"
     echo "{name} $* [$PWD] [$PYTHONPATH$more]" >>"$JOURNAL"
     exit "${{STUB_EXIT:-0}}" ;;
 esac
@@ -66,15 +67,15 @@ class Sandbox(NamedTuple):
             cwd=cwd or self.root,
             env={**environ, **environment},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
     def run(self, *words, **more):
         """Its exit code, and all that it printed."""
         process = self.start(*words, **more)
-        printed = process.communicate(timeout=60)[0]
-        return process.returncode, printed
+        printed = process.communicate(timeout=60)
+        return process.returncode, "".join(printed)
 
     def calls(self):
         """The calls of the Pythons since the last call of this."""
@@ -157,9 +158,9 @@ def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(rea
 
 
 def test_the_python_variable_wins(ready):
-    ready.python("mine", "3.12")
+    ready.python("mine", "3.10")
+    assert "Python 3.10" in ready.run("setup", PYTHON=str(ready.bin / "mine"))[1]
     assert ready.run("setup", PYTHON="/nowhere/python")[0] == 1
-    assert "Python 3.12" in ready.run("setup", PYTHON=str(ready.bin / "mine"))[1]
 
 
 @pytest.mark.parametrize(
@@ -173,10 +174,12 @@ def test_the_python_variable_wins(ready):
 )
 def test_words_go_where_they_belong_after_a_set_up(sandbox, tmp_path, words, call):
     sandbox.python("python3.11", "3.11")
-    others = {"PYTHONPATH": "/other", "PYTHONHOME": "/other", "PYTHONOPTIMIZE": "2"}
+    names = "PATH HOME OPTIMIZE STARTUP INSPECT WARNINGS".split()
+    others = {f"PYTHON{name}": "2" for name in names}
     others.update(STUB_EXIT="3", STUB_WITHOUT_RICH="1")
-    code, _ = sandbox.run(*words, cwd=tmp_path, **others)
-    assert code == 3  # the command's
+    process = sandbox.start(*words, cwd=tmp_path, **others)
+    assert process.communicate()[0] == ""  # it is the command's own
+    assert process.returncode == 3
     folder = sandbox.root if words[:1] == ["test"] else tmp_path
     assert sandbox.calls() == [
         f"pip {sandbox.root}/requirements.txt",
@@ -192,11 +195,14 @@ def test_through_links_it_is_the_checkout_that_is_used(ready, tmp_path):
     assert ready.calls() == [f"python3.11 -m cpu3d train [{tmp_path}] [{ready.root}1]"]
 
 
-def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(sandbox, tmp_path):
-    sandbox.python("python3", "3.11")
-    assert sandbox.run("estimate", "--shape", "8", cwd=tmp_path) == (0, "")
+@pytest.mark.parametrize(("name", "chosen"), [("python3", ""), ("mine", "mine")])
+def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(
+    sandbox, tmp_path, name, chosen
+):
+    sandbox.python(name, "3.11")
+    assert sandbox.run("estimate", "--shape", "8", cwd=tmp_path, PYTHON=chosen) == (0, "")
     assert sandbox.calls() == [
-        f"python3 -m memory_estimator --shape 8 [{tmp_path}] [{sandbox.root}]"
+        f"{name} -m memory_estimator --shape 8 [{tmp_path}] [{sandbox.root}]"
     ]
 
 
@@ -243,5 +249,9 @@ def test_a_python_that_is_gone_is_named_and_setup_makes_the_environment_again(re
 
 def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
     assert "./run.sh prepare --dataset" in sandbox.run("--help")[1]
+    sandbox.python("python3.11", "3.11")
+    sandbox.run("setup")
+    sandbox.run("-h")
+    assert "python3.11 -m cpu3d --help" in sandbox.calls()[-1]
     code, printed = sandbox.run("setup", "--fast")
     assert (code, "got --fast" in printed) == (2, True)

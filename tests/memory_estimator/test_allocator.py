@@ -35,10 +35,12 @@ def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spar
     free, asked, counted
 ):
     allocator = Allocator()
-    allocator.take("0", free * MIB)  # one region, a power of two
+    for name in "012":  # regions, powers of two; they double if they are large enough
+        allocator.take(name, free * MIB)
+    assert allocator.reserved_bytes == 4 * free * MIB
     allocator.give_back("0")
     allocator.take("a", int(asked * MIB))
-    assert allocator.counted_bytes == counted * MIB
+    assert allocator.counted_bytes == (2 * free + counted) * MIB
 
 
 def test_a_run_of_two_grids_gives_back_the_first_weights_once_the_second_are_there():

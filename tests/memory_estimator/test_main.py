@@ -25,13 +25,11 @@ def answer(arguments, capsys, code=0):
 
 
 def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
-    large = (
-        SMALL.replace("64GiB", "1200MiB")
-        + " --batch 8 --micro-batch 8 --dtype float32 --policy speed"
-    )
+    large = SMALL.replace("64GiB", "850MiB --calibration avx2")
+    large += " --batch 8 --micro-batch 4 --norm batch --from-store --spacing 1 1 2"
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
-    assert content["upper_bound_bytes"] > 1200 * 2**20
+    assert content["upper_bound_bytes"] > 850 * 2**20
     advice = "\n".join(content["advice"])
     assert "fits with --micro-batch" in advice
     for change, bound in re.findall("fits with (--.+): up to (.+), .+ a volume", advice)[:2]:
@@ -39,7 +37,12 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
     assert main(large.split()) == 3
     printed = capsys.readouterr().out
     for row in (
-        "does not fit: needs up to .*, 1.17 GiB given",
+        "does not fit: needs up to .*, 850 MiB given",
+        "strides 2,2,1 2,2,2 2,2,2: 64 x 64 x 64 voxels",
+        "policy lean: no policy fits 850 MiB given",
+        "a case's files +2 MiB",
+        "note: the errors were measured",
+        "note: batch norm's statistics are of 4 of",
         f"process peak of a step +{format_bytes(content['process_peak_bytes'])}",
         f"upper bound +{format_bytes(content['upper_bound_bytes'])}",
         f"volume +{format_seconds(content['volume_s'])}",

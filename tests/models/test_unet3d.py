@@ -61,14 +61,6 @@ def test_the_axes_of_channels_and_regions_have_as_many_as_the_network():
     assert by_region == [3] * 2 * 3  # kernel and bias, 3 heads
 
 
-def test_the_reference_network_has_the_known_number_of_parameters():
-    # Worked out by hand for two levels, filters 2, one channel, one output, instance norm:
-    # 27*1*2 + 4 + 27*2*2 + 4 | 27*2*4 + 8 + 27*4*4 + 8 | up 8*4*2 | 27*4*2 + 4 + 27*2*2 + 4 | head
-    # 2*1 + 1
-    config = UNetConfig(channels=1, outputs=1, filters=2, depth=2)
-    assert sum(op.trainable for op in layer_plan(config, (2, 2, 2))) == 170 + 664 + 64 + 332 + 3
-
-
 def test_cicek_widths_are_those_of_the_original_figure():
     config = UNetConfig(network="cicek2016", filters=32, depth=4, channels=3)
     widths = {op.name: op.shape[3] for op in layer_plan(config, (8, 8, 8))}

@@ -237,16 +237,6 @@ def test_equal_threads_give_equal_bits_and_maps_do_not_depend_on_threads(kernel)
     assert len({result for result, _ in first.values()}) == 1
 
 
-def test_nan_is_not_hidden_by_the_relu_on_load(kernel):
-    shape = (1, 3, 3, 5)
-    filters = np.ones((3, 3, 3, 4, 4), np.float32)
-    values = np.ones((*shape, 4), kernel.numpy)
-    values[0, 1, 1, 2, 0] = np.nan
-    coefficients = np.ones((1, 6, 4), np.float32)
-    result, _ = convolve(kernel, shape, 1, [values], filters, coefficients)
-    assert np.isnan(result[0, 1, 1, 2].astype(np.float32)).all()
-
-
 CPUS = min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
