@@ -106,7 +106,6 @@ def test_own_kernels_are_those_of_the_best_instruction_set(isa, cpu, name, dtype
             8 * GIB,
         ),
     ],
-    ids=["version 2", "version 1"],
 )
 def test_a_container_gets_what_its_cgroup_leaves(big, cgroup, files, quota, used, limit):
     write_line(big, "proc/self/cgroup", cgroup)

@@ -7,6 +7,7 @@ import pytest
 from memory_estimator.calibration import constants_of, shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
+from memory_estimator.step.layer_step import layer_step
 from models import native
 from models.config import POLICIES, UNetConfig
 from tests.cpu3d.host.hosts import SMALL
@@ -53,6 +54,16 @@ def test_it_takes_more_memory_and_time_than_native_operations_under_every_policy
     assert "TensorFlow's layers" in layers[0].margin
     assert constants_of(WITHOUT).name.startswith("2 times the seconds")
     assert sum(line.bytes for line in layers[0].components) == layers[0].process_peak_bytes
+
+
+def test_what_an_operation_of_layers_holds_on_the_way_is_that_by_hand():
+    """Of two volumes of 64 voxels: copies in another layout, and float32 maps."""
+    unet = UNetConfig(channels=1, filters=2, depth=2, dtype="bfloat16")
+    ops = layer_step(Job(unet, (4, 4, 4), batch=2, micro_batch=2)).ops
+    held = {op.name: sum(tensor.bytes for tensor in op.scratch) for op in ops}
+    assert held["encoder0_conv1"] == 3 * 2 * 128 * (1 + 2)
+    assert held["encoder1_pool/gradient"] == 2 * 4 * 128 * 2
+    assert held["head/slope"] == 4 * 4 * 128 * 3
 
 
 def test_this_host_is_asked_and_its_flags_are_not_believed(monkeypatch, tmp_path):

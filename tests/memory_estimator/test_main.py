@@ -13,6 +13,7 @@ from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import POLICIES, UNetConfig
+from tests.cpu3d.host.hosts import XEON
 from tests.memory_estimator.test_job import write_plan
 from tests.test_imports import run_python
 
@@ -129,7 +130,7 @@ def of_run(folder, capsys, options="--host-memory 64GiB", code=0):
     return answer(f"--run {folder} --threads 2 {options}", capsys, code)
 
 
-def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
+def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys, monkeypatch):
     job = dataclasses.replace(JOB, batch=4)
     schedule = Schedule(steps=12, validations=3, held_out=3, decided=2)
 
@@ -151,9 +152,10 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
     # One has two of three cases of a validation; the chief alone decides what is done after it.
     for part, share in (("steps_s", 1 / 2), ("validation_s", 2 / 3), ("postprocessing_s", 1)):
         assert shared["run"][part] == pytest.approx(share * alone["run"][part])
-    # Both share the host's cores and memory.
+    # Both share the host's 56 cores, of two threads each, and its memory.
+    monkeypatch.setattr("memory_estimator.planned_host.read_host", lambda: XEON.host)
     on_all_cores = answer(f"--run {tmp_path} --host-memory 64GiB", capsys)
-    assert on_all_cores["job"]["threads"] == max(1, read_host().usable_cores // 2)
+    assert on_all_cores["job"]["threads"] == 28
     memory = f"--host-memory {2 * shared['upper_bound_bytes'] - 2}B"
     of_workers(2, memory, 3)
     of_workers(1, memory)
@@ -174,7 +176,7 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
         coarse_windows=2,
     )
     content = of_run(write_plan(tmp_path, JOB, 1, schedule=schedule), capsys)
-    alone = of_run(write_plan(tmp_path, JOB, 1, schedule=Schedule()), capsys)
+    alone = of_run(tmp_path, capsys, "--cases 8 --host-memory 64GiB")  # not the run's own
     assert "run" not in alone
     run = content["run"]
     full_s = content["step_s"]

@@ -185,7 +185,7 @@ def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("are_formed", [False, True], ids=["raw", "formed"])
+@pytest.mark.parametrize("are_formed", [False, True])
 def test_filter_gradient_of_raw_and_formed_maps(
     kernel, shape, channels, outputs, threads, are_formed
 ):

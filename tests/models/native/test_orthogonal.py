@@ -30,7 +30,7 @@ def noise(size):
     return np.random.default_rng(0).standard_normal(size).astype(np.float32)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("size", SIZES)
 def test_it_is_that_of_float64_with_the_same_bits_on_any_number_of_threads(made_orthogonal, size):
     matrix = noise(size)
     made = made_orthogonal(matrix)
