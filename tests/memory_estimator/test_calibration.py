@@ -63,10 +63,13 @@ def test_another_host_has_another_file(changes):
         (("costs", "float32", "update"), {"traffic": 1e-9}, "no 'work'"),
         (("op_bytes",), {"stock": 1}, "no 'itex'"),
         (("threads",), 0, "threads or l2_bytes below 1"),
-        (
-            ("scales",),
-            {"float32": {"scale": 0.1, "threads": 1, "date": "", "job": ""}},
-            "scale 0.1 of 1 threads",
+        *(
+            (
+                ("scales",),
+                {"float32": {"scale": scale, "threads": 1, "date": "", "job": ""}},
+                f"scale {scale} of 1 threads",
+            )
+            for scale in (0.1, 9.0)
         ),
     ],
 )

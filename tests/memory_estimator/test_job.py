@@ -77,12 +77,13 @@ def test_every_recipe_s_settings_agree_with_its_job():
 
 
 JOB = Job(
-    UNetConfig(filters=8, dtype="bfloat16", policy="lean"),
+    UNetConfig(filters=8, residual=True, dtype="bfloat16", policy="lean"),
     (64, 80, 96),
     batch=8,
     micro_batch=2,
     optimizer="sgd",
     engine="stock",
+    freeze="encoder",
     from_store=True,
     cases=7,
     case_bytes=123,
@@ -110,9 +111,10 @@ def write_plan(folder, job=JOB, workers=2, device="cpu", schedule=SCHEDULE, **ch
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
     assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, SCHEDULE)
     words = (
-        "64 x 80 x 96 x 4 -> 3, unet3d, 5 levels, 8 filters, instance norm, batch 8, 2 at a time"
+        "64 x 80 x 96 x 4 -> 3, unet3d, 5 levels, 8 filters, instance norm, residual, batch 8, "
+        "2 at a time, bfloat16, sgd, stock, policy lean, encoder frozen, 1 thread"
     )
-    assert JOB.describe() == f"{words}, bfloat16, sgd, stock, policy lean, 1 thread"
+    assert JOB.describe() == words
     (of_card,) = read_run(write_plan(tmp_path, device="gpu:1")).notes
     assert "gpu:1" in of_card
 

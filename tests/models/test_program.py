@@ -26,7 +26,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_step_reads_what_is_made_and_makes_the_gradient_of_every_kernel_once(config):
     program = network_program(config)
     loss = loss_program(program.logits)
