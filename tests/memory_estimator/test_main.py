@@ -27,7 +27,7 @@ def answer(arguments, capsys, code=0):
 
 def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
     large = SMALL.replace("64GiB", "850MiB --calibration avx2")
-    large += " --batch 8 --micro-batch 4 --norm batch --from-store --spacing 1 1 2"
+    large += " --engine itex --batch 8 --micro-batch 4 --norm batch --from-store --spacing 1 1 2"
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
     assert content["upper_bound_bytes"] > 850 * 2**20
