@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 
@@ -221,3 +222,7 @@ def test_folds_score_each_case_once_by_the_fold_that_held_it_out(
     assert [part.state for part in set_status(out).runs] == ["scored"] * 4
     for name in ("status", "report", "evaluate"):  # the folds answer together
         assert main([name, "--run", str(out / "runs" / "whole-seed0")]) == 0
+    shutil.rmtree(out / "runs/slow-seed0/fold-2")
+    commands.diverges = "fold-2"
+    assert compare(*words) == 1
+    assert list(results(out)["variants"]) == ["whole"]

@@ -164,10 +164,16 @@ def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_no
     folder = tmp_path / "a"
     assert has_current_scores(folder, "test", TOLERANCE_MM)
     assert not has_current_scores(folder, "test", 2.0)
+    assert not has_current_scores(folder, "test", TOLERANCE_MM, "last")
     path = scores_path(folder)
     scores = path.read_text()
-    path.write_text(scores.replace('"flips": true', '"flips": false'))
-    assert not has_current_scores(folder, "test", TOLERANCE_MM)
+    for part, other in (
+        ('flips": true', 'flips": false'),
+        ("off: ", ""),
+        ('hash": "', 'hash": "0'),
+    ):
+        path.write_text(scores.replace(part, other))
+        assert not PlannedRun("a", folder, ()).is_scored
     path.write_text(scores)
     save_checkpoint(folder / "checkpoints" / "best.npz", {}, {"step": 5})
     assert not has_current_scores(folder, "test", TOLERANCE_MM)

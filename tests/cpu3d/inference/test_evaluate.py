@@ -15,6 +15,7 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.forecast import Forecast
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import read_scores, scores_path, scores_table, summarise
@@ -66,7 +67,9 @@ def test_a_right_answer_scores_one_on_the_source_s_grid(
 
 def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_run, fake_predictor):
     fake_predictor.shift = 1
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, tolerance_mm=0.5)
+    rules = PostProcessing({"TC": Rule(region_mm3=54)})  # all of it, 27 voxels
+    how = {"tolerance_mm": 0.5, "postprocessing": rules}
+    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, **how)
     # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay,
     # and WT one of 5.
     for case in scores["cases"]:
@@ -149,6 +152,7 @@ def test_cases_that_do_not_fit_are_answered_in_windows_and_the_largest_is_told(
     scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, forecaster=told)
     assert "at most, f: 8 x 8 x 8 voxels, in windows, 2 MiB of" in capsys.readouterr().err
     assert [case.get("in_windows", False) for case in scores["cases"]] == slid == [False, True]
+    assert "evidence" not in scores["cases"][0]
 
 
 def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained, capsys):
@@ -168,6 +172,7 @@ def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained
     assert run_command(evaluate, "--run", tiny_run, "--split", "val", "--weights", "last") == 0
     assert "was chosen by its scores on" in capsys.readouterr().err
     assert read(tiny_run) == test
+    assert read(tiny_run, "val")["tolerance_mm"] == 1
     assert (tiny_run / "evaluation/train/predictions/a.nii.gz").is_file()
 
 
@@ -223,6 +228,7 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(
     [
         (lambda scores: scores["cases"][0]["regions"]["WT"].pop("hd95_mm"), "no hd95_mm"),
         (lambda scores: scores["summary"].pop("ET"), "cases of other regions"),
+        (lambda scores: scores.update(cases=[]), "no cases"),
         (lambda scores: scores.pop("inference"), "a run without inference"),
         (lambda scores: scores.update(schema=99), "schema 99"),
     ],
@@ -239,7 +245,7 @@ def test_damaged_scores_are_refused(tiny_store, tiny_run, fake_predictor, spoil,
 
 
 def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
-    fold_runs, trained, tmp_path
+    fold_runs, tiny_store, trained, tmp_path
 ):
     first, last, out = *fold_runs("1/3", "3/3"), tmp_path / "both"
     for words, problem in (
@@ -257,10 +263,14 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
     assert not (first / "evaluation").exists()
     with pytest.raises(InputError, match=f"got scores of {first} and {last}; choose another --out"):
         run_command(evaluate, "--run", first, "--out", out)
-    assert run_command(evaluate, "--run", last, first, "--out", out) == 0
+    words = ("--store", tiny_store.folder.rename(tmp_path / "moved"))
+    assert run_command(evaluate, "--run", last, first, "--out", out, *words) == 0
 
 
 def test_cases_unlike_the_trainings_are_named_once(fold_runs, trained, tmp_path, capsys):
     runs = fold_runs("1/2", "2/2", spacing_mm=(1.0, 1.0, 9.0))
     assert run_command(evaluate, "--run", *runs, "--out", tmp_path / "out") == 0
     assert "note: e and f: voxels of 1 x 1 x 2 mm" in capsys.readouterr().err
+    for split, weights, is_seen in (("train", "last", 1), ("val", "last", 0), ("val", "best", 1)):
+        run_command(evaluate, "--run", *runs[:1], "--split", split, "--weights", weights)
+        assert ("NOT untouched" in capsys.readouterr().err) == is_seen

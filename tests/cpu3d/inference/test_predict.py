@@ -73,6 +73,7 @@ def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it
         "images": ["a.nii.gz"],
         "channels": list(CHANNELS),
         "normalisation": [],
+        "target_spacing_mm": None,
         "regions": {name: list(codes) for name, codes in REGIONS.items()},
         "painting": [["WT", 1], ["TC", 2], ["ET", 3]],
         "label_codes": {str(code): name for code, name in LABELS.items()},
@@ -131,7 +132,7 @@ def test_each_image_is_answered_in_the_codes_of_its_own_data_set(images, files, 
     call("--codes", "store", images=[images["new"]])
     np.testing.assert_array_equal(read_volume(out / "new.nii.gz")[0], truth)
     capsys.readouterr()
-    call("--overwrite", images=images.values())
+    call("--overwrite", "--page", images=images.values())
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("enhancing tumour; --codes chooses others") == 1, "once for two cases"
     for name, (origin, codes) in OF_LAYOUT.items():
@@ -141,6 +142,7 @@ def test_each_image_is_answered_in_the_codes_of_its_own_data_set(images, files, 
         assert content["codes_of"].endswith(origin)
         assert sorted(map(int, content["label_codes"])) == sorted(codes)
         assert content["volumes_ml"]["ET"] == pytest.approx(2e-3)
+        assert shown_cases(out / f"{name}.html")[0]["regions"][2]["codes"] == codes[3:]
 
 
 def test_codes_without_one_for_each_region_are_the_stores_unless_they_are_asked_for(
@@ -299,6 +301,8 @@ def test_an_answer_with_a_page_that_was_cut_off_while_it_was_replaced_is_made_ag
 ):
     call("--page", "--probabilities")
     killed_at("write_bytes", is_done, *words)
+    call(*words)
+    (out / "a.nii.gz").unlink()
     call(*words)
     assert sidecar(out)["complete"]
     assert (out / "a.html").exists() == bool(words)

@@ -64,6 +64,7 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     first["mean_dice"] -= 0.1
     first["regions"]["ET"].update(empty="truth", hd95_mm=3.146, truth_ml=1.04, prediction_ml=2)
     write_json(scores_path(tiny_run, "test"), evaluated)
+    save_config(dataclasses.replace(load_config(tiny_run), store="moved"), tiny_run)
     page, text = read(write_report(tiny_run))
     for part in (
         evaluated["split_hash"],
@@ -73,6 +74,7 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
         "3.00 GiB",
         "augment.flip true",
         "channels FLAIR, T1gd",
+        "a step sees whole volumes of - voxels coarse steps none",
         "ET* 0.000 3.15 1.000",
         "1.0 \u2192 2.0 f WT",
         "train a, b, c val d test e, f",
@@ -95,6 +97,7 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     for part in ("Loss", "Dice", "Time", "Learning rate", "Memory"):
         assert any(part in title for title in PICTURE.findall(page)), part
     assert "NOT untouched" not in text
+    assert "upper bound of the plan" not in text
     whole = (tiny_run / "report.html").read_text()
     assert not re.search(r"url\(|@import|https?://", whole)
 
@@ -125,13 +128,16 @@ def test_predictions_are_beside_what_was_measured(tiny_run, without_pictures):
         "run_allocator_peak_bytes": 2.2 * 2**30,
         "run_process_peak_bytes": 6 * 2**30,
         "step_s": 2.178,
+        "coarse": {"step_s": 0.99},
     }
     end = {**END, "allocator_peak_bytes": 2 * 2**30, "peak_rss_bytes": 5 * 2**30}
-    text = relog(tiny_run, end, start={"predicted": predicted})
+    again = {"event": "start", "step": 40, "predicted": {"step_s": 1}}
+    text = relog(tiny_run, end, again, start={"predicted": predicted}, coarse_steps=20)
     for pattern in (
-        r"allocator on cpu 2\.00 GiB [^%]*2\.20 GiB \+10\.0%",
+        r"allocator on cpu 2\.00 GiB without native [^%]*2\.20 GiB \+10\.0%",
         r"peak memory of the process 5\.00 GiB [^%]*6\.00 GiB \+20\.0%",
         r"upper bound of the plan 5\.00 GiB of the process 5\.00 GiB \+0\.0%",
+        r"time per coarse step 1\.98 s [^%]*0\.99 s -50\.0%",
         r"time per step 1\.98 s [^%]*2\.18 s \+10\.0%",
     ):
         assert re.search(pattern, text)
@@ -169,10 +175,11 @@ def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, without_pictur
     ):
         assert part in text
     patch = {"mode": "patch", "grid": (8, 8, 16), "samples_per_case": 4}
+    patch["target_spacing_mm"] = (1.0, 1.0, 1.0)
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
     for part in (
-        "a patch of 8 x 8 x 16 voxels",
+        "a patch of 8 x 8 x 16 voxels of 1 x 1 x 1 mm",
         "fold 1/2",
         "allocator on gpu:1 4.00 GiB",
         "val c, d test",
@@ -195,9 +202,17 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(
         "policy": "lean",
         "micro_batch": 2,
         "workers": 2,
+        "versions": {"tensorflow": "2.21.0"},
     }
     text = relog(tiny_run, again)
-    for part in ("not ended yet", "5.00 GiB", "another", "policy lean", "2 at a time, of 2 w"):
+    for part in (
+        "not ended yet",
+        "5.00 GiB",
+        "another",
+        "policy lean",
+        "2 at a time, of 2 w",
+        "w 2.21.0",
+    ):
         assert part in text
     diverged = {"event": "diverged", "step": 40, "reason": "weights must be finite, got NaN"}
     assert "diverged after step 40: weights must be finite, got NaN" in relog(tiny_run, diverged)
@@ -209,17 +224,23 @@ def test_the_dice_of_a_validation_is_drawn_over_the_seconds_of_all_steps_before_
     drawn = {}
 
     def chart(lines, *, x_label, **options):
+        options["dense"] = lines[0].is_dense
         drawn[options["title"], x_label] = (list(lines[0].x), list(lines[0].y), options)
         return b"PNG"
 
     monkeypatch.setattr("cpu3d.report.runs.chart", chart)
     relog(tiny_run, {"event": "step", "step": 40, "voxels": 5_000_000}, coarse_steps=5)
     dice = "Mean Dice of the held-out cases"
-    axes = {"y_label": "", "title": dice, "y_range": (0, 1), "switch": None}
+    axes = {"y_label": "", "title": dice, "y_range": (0, 1), "switch": None, "dense": False}
     assert drawn[dice, "seconds of steps"] == ([20 * 2.0, 40 * 2.0], [0.7, 0.7], axes)
     assert drawn[dice, "voxels seen, millions"][0][-1] == 5
-    steps, sizes, axes = drawn["Memory of the process, GiB", "step"]
-    assert (steps[-1], sizes[0], axes["y_range"], axes["switch"]) == (40, 3, (0, None), 5)
+    title = "Memory of the process, GiB"
+    steps, sizes, axes = drawn[title, "step"]
+    assert (steps[-1], sizes[0], axes["switch"], axes["dense"]) == (40, 3, 5, True)
+    assert [drawn[name, "step"][2]["y_range"] for name in ("Dice of WT", title)] == [
+        (0, 1),
+        (0, None),
+    ]
 
 
 def test_what_is_missing_is_named_and_everything_else_is_there(
@@ -245,11 +266,11 @@ def test_a_page_says_how_the_network_was_applied_and_warns_of_scores_of_seen_cas
     window = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
     other = {"inference": window, "split_hash": "other"}
     write_json(scores_path(tiny_run), {**evaluated, **other})
+    evaluate_split(fake_predictor, tiny_store, "train", tiny_run)
     text = text_of(tiny_run)
     assert "inference window of 8 x 8 x 16, 50 % overlap, mean of" in text
     assert "scores are of another split, other" in text
-    shutil.rmtree(tiny_run / "evaluation")
-    evaluate_split(fake_predictor, tiny_store, "train", tiny_run)
+    scores_path(tiny_run).unlink()
     text = text_of(tiny_run)
     assert "inference in one pass" in text
     assert "These are NOT untouched cases" in text

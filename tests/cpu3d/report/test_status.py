@@ -15,7 +15,7 @@ from rich.console import Console
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.inference.postprocessing.rules import PostProcessing
-from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
+from cpu3d.inference.postprocessing.run_rules import FILE, OPEN, PostprocessingRules
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report.status import describe, run_status, set_status
 from cpu3d.run.checkpoint import weights_file, write_best
@@ -207,7 +207,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
         write_heartbeat(run, beat(step=120, steps=120, **stopped))
     status = run_status(run)
     assert (status.state, status.is_fine) == ("undecided", False)
-    assert ("disk full" in printed(run)) == (stopped == FAILED)
+    assert status.detail == (f"{OPEN}: {FAILED['reason']}" if stopped == FAILED else OPEN)
     weights = (file_sha256(weights_file(run, "best")),)
     off = PostProcessing(off="too few cases")
     decision = PostprocessingRules(off, {}, {}, {}, weights, split_hash, 0)

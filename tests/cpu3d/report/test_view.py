@@ -101,7 +101,7 @@ def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_pa
     assert 2_000_000 < (tmp_path / "page.html").stat().st_size < 3_100_000
 
 
-@pytest.mark.parametrize(("added", "name"), [(0, "scan"), (1024, "ct")])
+@pytest.mark.parametrize(("added", "name"), [(0, "scan"), (1024, "ct"), (700, "ct")])
 def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, shown, added, name):
     volume = np.full(SHAPE, -1000 + added, np.int16)
     volume[2:-2, 3:-3, 1:-1] = 50 + added
@@ -123,7 +123,7 @@ def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, shown, added, na
 
 
 def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(case, tmp_path):
-    out = tmp_path / "new" / "page.html"
+    out = tmp_path / "new" / "page.HTML"
     assert view("--image", case, "--prediction", case.parent / "ours.nii.gz", "--out", out) == 0
     text = out.read_text()
     assert str(case.parent) not in text
@@ -220,7 +220,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "notes"), [(1, 1, 0), (0, 1, 1), (np.nan, 0, 2), (np.inf, 1, 1)]
+    ("value", "code", "notes"), [(3e38, 1, 0), (0, 1, 1), (np.nan, 0, 2), (np.inf, 1, 1)]
 )
 def test_an_empty_image_and_one_of_unknown_orientation_are_named(
     tmp_path, shown, capsys, value, code, notes

@@ -70,7 +70,7 @@ def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is():
 @pytest.mark.parametrize(("answered", "is_lost"), [(3, False), (4, True)])
 def test_a_true_part_counts_as_found_from_a_tenth_of_its_voxels_on(answered, is_lost):
     true = (1, (40, 2, 2), (10, 4, 1))
-    part = unsure((1, (40, 2, 2), (answered, 1, 1)))
+    part = unsure((1, (40, 2, 2), (answered, 1, 3)))
     others = [((BIG, unsure(ISLAND)), (BIG,))] * 3
     choice = choose(((BIG, part, unsure(ISLAND)), (BIG, true)), *others)
     assert ("WT" in choice.chosen.rules) != is_lost

@@ -57,7 +57,7 @@ def test_a_part_that_is_removed_becomes_what_its_larger_region_is_painted_with(p
     ],
 )
 def test_a_bound_is_a_volume_and_parts_touch_at_corners(spacing_mm, kept):
-    answers = answers_of((1, (40, 20, 20), (2, 2, 1)), (1, (42, 22, 21), (2, 2, 1)))
+    answers = answers_of((1, (40, 20, 20), (2, 3, 1)), (1, (42, 23, 21), (2, 1, 1)))
     rules = {"WT": Rule(share=1, region_mm3=50)}
     label = PostProcessing(rules).paint(answers, REGIONS, spacing_mm)
     assert np.count_nonzero(label) == 8 * kept
