@@ -132,14 +132,12 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
 @pytest.mark.parametrize(
     ("scripts", "culprit", "code"),
     [
-        # the other hears of it and is gone before the one that fails
-        ((fails(0, 6), fails(0.1, 4)), 1, 4),
+        # another hears of it, and one fails later
+        ((fails(0, 6), fails(0.5, 4), fails(0, 4)), 2, 4),
         # killed by someone
         ((KILLED, fails(0.1, 6)), 0, 6),
         # both lost one that is not here
         ((fails(2, 6), fails(0, 6)), 1, 6),
-        # the others agree to end as well, and the chief takes longer to save
-        ((fails(0.5, 5), fails(0, 5)), 1, 5),
         # suspended, but not the one that failed
         ((SUSPENDED, fails(0.3, 4)), 1, 4),
     ],

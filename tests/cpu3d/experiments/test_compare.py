@@ -224,5 +224,4 @@ def test_folds_score_each_case_once_by_the_fold_that_held_it_out(
         assert main([name, "--run", str(out / "runs" / "whole-seed0")]) == 0
     shutil.rmtree(out / "runs/slow-seed0/fold-2")
     commands.diverges = "fold-2"
-    assert compare(*words) == 1
-    assert list(results(out)["variants"]) == ["whole"]
+    assert compare(*words) == 1, "but without a variant"

@@ -142,7 +142,6 @@ def test_a_run_is_not_scored_until_its_post_processing_is_decided(
         ([{"event": "end", "reason": "finished", "step": 8}], 8, True),
         ([{"event": "end", "reason": "finished", "step": 8}], 0, True),  # by time; its own are 8
         ([{"event": "end", "reason": "finished", "step": 7}], 8, False),
-        ([], 8, False),
     ],
 )
 def test_a_run_is_trained_when_its_last_step_is_done(

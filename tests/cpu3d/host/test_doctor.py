@@ -120,10 +120,10 @@ def test_memory_and_threads_are_those_of_each_worker():
     assert {state for state, _ in checks_of(topology).values()} == {"ok"}
     old = dataclasses.replace(SMALL, host=dataclasses.replace(host, isa=()))
     assert checks_of(old)["instruction set"][0] == "note", "without AVX2 there is nothing to do"
-    few = "6.00 GiB for each of 2 workers"
-    assert checks_of(topology, workers=2)["free memory"] == ("warn", few)
-    uneven = "3 to 4 threads: all wait for the slowest"
-    assert checks_of(masked(XEON, *range(7)), workers=2)["workers"] == ("warn", uneven)
+    checks = checks_of(topology, workers=2)
+    assert checks["free memory"] == ("warn", "6.00 GiB for each of 2 workers")
+    checks = checks_of(masked(XEON, *range(7)), workers=2)
+    assert checks["workers"] == ("warn", "3 to 4 threads: all wait for the slowest")
 
 
 # --- The lines about a process that is set up ---

@@ -42,7 +42,6 @@ IN_TURN = Topology(XEON.host, tuple(Cpu(n, n, 0, n % 2) for n in range(4)))  # o
 @pytest.mark.parametrize(
     ("topology", "workers", "plans"),
     [
-        (XEON, 2, ["0-27,56-83 28", "28-55,84-111 28"]),
         (XEON, 4, ["0-13,56-69 14", "14-27,70-83 14", "28-41,84-97 14", "42-55,98-111 14"]),
         (QUOTA, 3, [" 2", " 2", " 2"]),
         (masked(XEON, *range(20, 36)), 2, ["20-27 8", "28-35 8"]),

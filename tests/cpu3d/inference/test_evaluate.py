@@ -148,8 +148,9 @@ def test_cases_that_do_not_fit_are_answered_in_windows_and_the_largest_is_told(
         return Forecast((8, 8, 8), is_last, 2**20 * (1 + is_last), 1.0, 2**30)
 
     fake_predictor.probabilities = answered
-    told = SimpleNamespace(forecast=forecast)
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, forecaster=told)
+    scores = evaluate_split(
+        fake_predictor, tiny_store, "test", tiny_run, forecaster=SimpleNamespace(forecast=forecast)
+    )
     assert "at most, f: 8 x 8 x 8 voxels, in windows, 2 MiB of" in capsys.readouterr().err
     assert [case.get("in_windows", False) for case in scores["cases"]] == slid == [False, True]
     assert "evidence" not in scores["cases"][0]

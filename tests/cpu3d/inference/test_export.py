@@ -23,7 +23,7 @@ from cpu3d.run.config_json import load_config, save_config
 from cpu3d.util.atomic import write_json
 from models.layers import initial_kernel
 from models.weights import network_weights
-from tests.cpu3d.conftest import LPS_2MM, make_store
+from tests.cpu3d.conftest import make_store
 from tests.cpu3d.runs import decided
 
 
@@ -168,11 +168,9 @@ def test_channels_of_every_kind_are_exported_also_if_0_does_not_surround_a_volum
     assert len(np.unique(expected)) > 1
 
 
-def test_a_folder_without_a_network_is_refused(tmp_path, capsys):
-    write_volume(tmp_path / "f.nii.gz", np.ones((12, 10, 8, 2), np.int16), LPS_2MM)
-    words = ["--image", str(tmp_path / "f.nii.gz"), "--out", str(tmp_path / "answers")]
-    assert main(["predict", "--network", str(tmp_path), *words]) == 2
-    assert f"--network {tmp_path} must hold an export.json, found none" in capsys.readouterr().err
+def test_a_folder_without_a_network_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"must hold an export\.json, found none"):
+        ExportedPredictor(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from cpu3d.data.region import whole
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
-from cpu3d.inference.forecast import Forecaster
+from cpu3d.inference.forecast import Forecast, Forecaster
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.runs import Inference
 from cpu3d.run.config_json import load_config, save_config
@@ -48,8 +48,8 @@ def test_runs_keep_their_answers_and_take_turns_with_their_networks(config, reco
     assert two.peak_bytes - one.peak_bytes == pytest.approx(4 * 3 * voxels, rel=0.2)
     writing_s = 1e-7 * voxels
     assert two.seconds - writing_s == pytest.approx(2 * (one.seconds - writing_s))
-    single = forecaster(config, flips=False).forecast(record)
-    assert one.seconds - writing_s == pytest.approx(8 * (single.seconds - writing_s))
+    single_s = forecaster(config, flips=False).forecast(record).seconds - writing_s
+    assert one.seconds - writing_s == pytest.approx(8 * single_s)
     # Of 16 voxels without overlap 20 windows cover an axis, and of half overlap 39.
     apart, usual = (
         forecaster(config, window=(16, 16, 16), **how).forecast(record).seconds - writing_s
@@ -97,6 +97,11 @@ def test_a_dry_run_tells_each_image_and_writes_nothing_and_a_run_answers_what_fi
     monkeypatch.setattr("cpu3d.inference.forecast.read_host", lambda: with_free(2**20))
     with pytest.raises(DoesNotFitError, match="case a"):
         run_command(*ask, "--overwrite")
+    with monkeypatch.context() as patch:
+        slid = Forecast((8, 8, 8), True, 1, 1.0, 2)
+        patch.setattr(Forecaster, "forecast", lambda *_: slid)
+        assert run_command(*ask, "--overwrite") == 0
+    assert "in windows of" in (tmp_path / "out/a.json").read_text()
     held = []  # of each voxel of an answer while it is written
     monkeypatch.setattr(
         predict, "postprocessing_together", lambda _: PostProcessing({"WT": Rule()})

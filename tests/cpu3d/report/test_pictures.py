@@ -1,21 +1,12 @@
 """Pictures: unusual input still gives one."""
 
 import numpy as np
-import pytest
 
 from cpu3d.report.pictures import Line, chart, strips
 
 
 def curve(x, y, **style):
     return chart([Line("", x, y, "#000000", **style)], title="", y_label="")
-
-
-@pytest.mark.parametrize("count", [0, 1, 500])
-def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
-    y = np.linspace(1, 0, count)
-    y[1:2] = np.nan
-    drawn = curve(np.arange(count), y, is_dense=True)
-    assert drawn[:24] == curve([1], [np.inf])[:24], "a PNG file of the same width and height"
 
 
 def test_a_picture_shows_its_values_and_leaves_out_those_that_are_not_finite():

@@ -138,8 +138,9 @@ def test_a_silent_worker_is_looked_for_on_its_host_and_holds_no_memory(run):
 )
 def test_one_step_is_printed_that_of_the_newest_file(run, beat_step, saved, step):
     (run / "checkpoints" / f"step-{saved:08}.npz").touch()
-    write_heartbeat(run, beat(step=beat_step))
-    assert run_status(run).step == step
+    write_heartbeat(run, beat(step=beat_step, steps=500))
+    status = run_status(run)
+    assert (status.step, status.steps) == (step, 500)
 
 
 def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
@@ -222,7 +223,8 @@ def test_a_run_that_has_just_begun(run):
     text = printed(run)
     assert re.search("run: starting.*step: 0 of 4,000.* checkpoint: none", text)
     (run / "config.json").unlink()
-    append_event(run, {"event": "start", "step": 0, "steps": 60})
+    for steps in (50, 60):
+        append_event(run, {"event": "start", "step": 0, "steps": steps})
     assert run_status(run).steps == 60
 
 

@@ -52,11 +52,18 @@ def test_the_mean_of_several_networks_is_not_asked_how_sure_it_is():
     assert choose(*pairs, alone=False).chosen.rules == {"WT": Rule(share=0.1)}
 
 
-@pytest.mark.parametrize(("with_island", "expected"), [(1, {}), (2, {"WT": Rule(share=0.1)})])
-def test_sure_parts_go_if_more_is_gained_than_is_risked(with_island, expected):
+@pytest.mark.parametrize(
+    ("island", "with_island", "expected"),
+    [
+        (ISLAND, 1, {}),
+        (ISLAND, 2, {"WT": Rule(share=0.1)}),
+        (unsure(ISLAND), 1, {"WT": unsure_rule(0.1)}),
+    ],
+)
+def test_sure_parts_go_if_more_is_gained_than_is_risked(island, with_island, expected):
     """Beside three large false parts an island costs 1/4 - 1/5: less than 0.1, but not twice."""
     large = [(1, corner, (10, 10, 10)) for corner in ((30, 2, 2), (30, 20, 2), (30, 2, 20))]
-    pairs = [((BIG, *large, ISLAND), (BIG,))] * with_island + [((BIG, *large), (BIG,))]
+    pairs = [((BIG, *large, island), (BIG,))] * with_island + [((BIG, *large), (BIG,))]
     assert choose(*pairs).chosen.rules == expected
 
 

@@ -46,7 +46,6 @@ def gathered(request):
 @pytest.mark.parametrize(
     "rule",
     [
-        Rule(),
         Rule(share=0.3),
         Rule(share=0.5, stays_from=0.99),
         Rule(share=0.3, region_mm3=300),
