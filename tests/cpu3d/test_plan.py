@@ -437,24 +437,23 @@ def test_most_steps_are_coarse_where_the_grid_allows(planned, settings, coarse, 
 
 
 @pytest.mark.parametrize(
-    ("spacing_mm", "curriculum", "network"),
+    ("spacing_mm", "curriculum", "network", "rate"),
     [
-        (THICK, "all", [(2, 2, 1), 2]),  # the mean is in place of the finest of three levels
-        ((1.0, 1.0, 2.0), "half", [(1, 1, 1), 3]),
+        (THICK, "all", [(2, 2, 1), 2], 0.01),  # the mean is the finest of three levels
+        ((1.0, 1.0, 2.0), "half", [(1, 1, 1), 3], 0.02),
     ],
 )
 def test_thick_slices_are_learnt_at_half_resolution_throughout(
-    plan_with, spacing_mm, curriculum, network
+    plan_with, spacing_mm, curriculum, network, rate
 ):
     store = of_voxels(in_boxes(*[(158, 144, 14)] * 4), *spacing_mm)
     plan = plan_with(store=store, depth=3, steps=6)
     unet = plan.config.unet
     assert (plan.config.curriculum, [unet.average, unet.depth]) == (curriculum, network)
-    rates = {"all": (0.01, 0.1, 0.02), "half": (0.02, 0.1, 0.02)}
-    typed = plan_with(store=store, depth=3, steps=6, learning_rate=0.02)
+    typed = plan_with(store=store, depth=3, steps=6, learning_rate=0.03)
     of_sgd = plan_with(store=store, depth=3, steps=6, optimizer="sgd")
-    made = tuple(each.config.learning_rate for each in (plan, of_sgd, typed))
-    assert made == rates[curriculum]
+    made = [each.config.learning_rate for each in (plan, of_sgd, typed)]
+    assert made == [rate, 0.1, 0.03]
     assert plan.config.grid == plan.forecast.full.job.shape == (160, 144, 14)
     assert f"curriculum {curriculum}: " in plan.reasons["curriculum"]
 
@@ -472,17 +471,12 @@ def test_most_steps_are_on_crops_in_thick_slices(plan_with):
     forecast = plan.forecast
     (name, crop), *_ = forecast.by_case
     assert (name, crop.job.shape) == ("median crop", (64, 64, 14))
-    seconds = (crop.step_s * 9 + forecast.whole_step_s) / 10
-    assert forecast.full_step_s == pytest.approx(seconds)
+    assert forecast.full_step_s * 10 == pytest.approx(crop.step_s * 9 + forecast.whole_step_s)
     seen = 6 * (1 + (64 * 64) / (160 * 144) * 9) / 10  # in whole steps
     assert plan.config.full_steps(6) == pytest.approx(seen)
     assert plan.steps_per_epoch == len(boxes.manifest.split["train"]) * round(6 / seen)
     of_whole = planned(158, 144, 14)
-    assert of_whole.steps_per_epoch == len(boxes.manifest.split["train"])
-    for figure in ("upper_bound_bytes", "postprocessing_s"):
-        assert getattr(forecast, figure) == getattr(of_whole.forecast, figure)
-    half = planned(56, 56, 9, curriculum="half").forecast
-    assert half.full_step_s == half.whole_step_s
+    assert forecast.upper_bound_bytes == of_whole.forecast.upper_bound_bytes
 
 
 # --- Memory ---

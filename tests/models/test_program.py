@@ -10,23 +10,25 @@ from models.network import network_program
 from models.program import TARGET, ValueKind, kernel_of, loss_program
 
 STRIDES = {2: ((2, 1, 2),), 5: ((2, 2, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2))}  # by depth
-CONFIGS = [
-    UNetConfig(
-        network=network,
-        policy=policy,
-        up=up,
-        residual=residual,
-        deep_supervision=deep,
-        depth=depth,
-        strides=STRIDES[depth],
-    )
-    for network, policy, up, residual, deep, depth in itertools.product(
-        NETWORKS, POLICIES, UPS, (False, True), (False, True), STRIDES
-    )
-]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        UNetConfig(
+            network=network,
+            policy=policy,
+            up=up,
+            residual=residual,
+            deep_supervision=deep,
+            depth=depth,
+            strides=STRIDES[depth],
+        )
+        for network, policy, up, residual, deep, depth in itertools.product(
+            NETWORKS, POLICIES, UPS, (False, True), (False, True), STRIDES
+        )
+    ],
+)
 def test_a_step_reads_what_is_made_and_makes_the_gradient_of_every_kernel_once(config):
     program = network_program(config)
     loss = loss_program(program.logits)

@@ -14,22 +14,24 @@ from models.native import operations
 from models.unet3d import build_unet3d, weight_names
 from models.weights import network_weights
 
-VARIANTS = [
-    {"depth": 5},
-    {"depth": 4, "deep_supervision": True, "residual": True, "dtype": "bfloat16"},
-    {"depth": 3, "network": "cicek2016", "norm": "batch", "channels": 1, "policy": "lean"},
-    {
-        "depth": 3,
-        "strides": ((2, 2, 1), (1, 2, 2)),
-        "norm": "none",
-        "up": "upsampling",
-        "residual": True,
-        "average": (2, 2, 1),
-    },
-]
 
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"depth": 5},
+        {"depth": 4, "deep_supervision": True, "residual": True, "dtype": "bfloat16"},
+        {"depth": 3, "network": "cicek2016", "norm": "batch", "channels": 1, "policy": "lean"},
+        {
+            "depth": 3,
+            "strides": ((2, 2, 1), (1, 2, 2)),
+            "norm": "none",
+            "up": "upsampling",
+            "residual": True,
+            "average": (2, 2, 1),
+        },
+    ],
+    ids=str,
+)
 def test_layers_and_weights_are_listed_as_keras_has_them(variant):
     config = UNetConfig(filters=4, **variant)
     shape = (32, 16, 48)

@@ -73,14 +73,14 @@ def test_what_a_painted_code_means(regions, paint, meanings):
     assert code_meanings(painted, NAMES) == {0: "background", **meanings}
 
 
-NNUNETS = [
-    (DECATHLON, (3, 2, 3)),
-    (dict(reversed(DECATHLON.items())), (3, 2, 1)),
-    (OVERLAPPING, (2, 2, 4)),
-]
-
-
-@pytest.mark.parametrize(("regions", "class_order"), NNUNETS)
+@pytest.mark.parametrize(
+    ("regions", "class_order"),
+    [
+        (DECATHLON, (3, 2, 3)),
+        (dict(reversed(DECATHLON.items())), (3, 2, 1)),
+        (OVERLAPPING, (2, 2, 4)),
+    ],
+)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_regions_with_an_order_are_painted_one_over_the_other_as_nnunet_does(
     regions, class_order, seed

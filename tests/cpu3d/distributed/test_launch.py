@@ -28,21 +28,37 @@ def plan_of(environ=None, sockets=2, **options):
 
 TF = tf_config({"worker": ["a:1", "b:1"]}, index=1)
 
-PLANS = [
-    # options, environment -> addresses, ranks that start here, where it is from
-    ({"workers": 3, "port": 5000}, {},
-     ["127.0.0.1:5000", "127.0.0.1:5001", "127.0.0.1:5002"], (0, 1, 2), "this one"),
-    ({"hosts": "a,b", "host_index": 1}, SLURM,
-     ["a:29500", "a:29501", "b:29500", "b:29501"], (2, 3), "--hosts"),
-    ({"hosts": "a, b", "host_index": 0, "workers": 1, "port": 6000}, {},
-     ["a:6000", "b:6000"], (0,), "--hosts"),
-    ({}, {**TF, **SLURM}, ["a:1", "b:1"], (1,), "TF_CONFIG"),
-    # each task of srun starts the workers of its host
-    ({}, SLURM, ["n1:15016", "n1:15017", "n2:15016", "n2:15017"], (2, 3), "Slurm"),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(("options", "environ", "addresses", "ranks", "origin"), PLANS)
+@pytest.mark.parametrize(
+    ("options", "environ", "addresses", "ranks", "origin"),
+    [
+        # options, environment -> addresses, ranks that start here, where it is from
+        (
+            {"workers": 3, "port": 5000},
+            {},
+            ["127.0.0.1:5000", "127.0.0.1:5001", "127.0.0.1:5002"],
+            (0, 1, 2),
+            "this one",
+        ),
+        (
+            {"hosts": "a,b", "host_index": 1},
+            SLURM,
+            ["a:29500", "a:29501", "b:29500", "b:29501"],
+            (2, 3),
+            "--hosts",
+        ),
+        (
+            {"hosts": "a, b", "host_index": 0, "workers": 1, "port": 6000},
+            {},
+            ["a:6000", "b:6000"],
+            (0,),
+            "--hosts",
+        ),
+        ({}, {**TF, **SLURM}, ["a:1", "b:1"], (1,), "TF_CONFIG"),
+        # each task of srun starts the workers of its host
+        ({}, SLURM, ["n1:15016", "n1:15017", "n2:15016", "n2:15017"], (2, 3), "Slurm"),
+    ],
+)
 def test_the_workers_and_those_that_start_here(options, environ, addresses, ranks, origin):
     plan = plan_of(environ, **options)
     assert list(plan.cluster.addresses) == addresses

@@ -47,18 +47,19 @@ def without(event, name):
     return {key: value for key, value in event.items() if key != name}
 
 
-DAMAGED = [
-    {**STEP, "loss": "0.5"},
-    {**STEP, "loss": 1e300},
-    {**STEP, "step": -1},
-    {**STEP, "dice": {"WT": {}}},
-    {**START, "predicted": {"coarse": {"step_s": {}}}},
-    *(without(STEP, "step"), without(SCORE, "mean_dice"), without(END, "reason")),
-    [],
-]
-
-
-@pytest.mark.parametrize("damaged", DAMAGED, ids=str)
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {**STEP, "loss": "0.5"},
+        {**STEP, "loss": 1e300},
+        {**STEP, "step": -1},
+        {**STEP, "dice": {"WT": {}}},
+        {**START, "predicted": {"coarse": {"step_s": {}}}},
+        *(without(STEP, "step"), without(SCORE, "mean_dice"), without(END, "reason")),
+        [],
+    ],
+    ids=str,
+)
 def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(
     tmp_path, capsys, damaged
 ):

@@ -7,15 +7,6 @@ import pytest
 from models.native.shared import IGNORED
 from tests.models.native.reference import THREADS
 
-SHAPES = [
-    # Map with a batch, regions, and how much finer the target is along each axis.
-    ((1, 1, 1, 1), 1, (1, 1, 1)),
-    ((1, 40, 30, 32), 3, (1, 1, 1)),  # several blocks of rows
-    ((2, 3, 4, 5), 2, (4, 2, 1)),
-    ((1, 2, 3, 50), 5, (1, 1, 2)),
-    ((2, 2, 2, 9), 20, (1, 1, 1)),  # more regions than a vector has lanes
-    ((1, 2, 3, 700), 17, (1, 1, 1)),  # a row is more than a block
-]
 ERRORS = {"float32": 1e-6, "bfloat16": 2**-8}  # of a gradient as it is written
 SUM_ERROR = 3e-7
 
@@ -62,7 +53,18 @@ class Case:
 
 
 @pytest.mark.parametrize("ignored", [0, 0.3])
-@pytest.mark.parametrize(("shape", "regions", "finer"), SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "regions", "finer"),
+    [
+        # Map with a batch, regions, and how much finer the target is along each axis.
+        ((1, 1, 1, 1), 1, (1, 1, 1)),
+        ((1, 40, 30, 32), 3, (1, 1, 1)),  # several blocks of rows
+        ((2, 3, 4, 5), 2, (4, 2, 1)),
+        ((1, 2, 3, 50), 5, (1, 1, 2)),
+        ((2, 2, 2, 9), 20, (1, 1, 1)),  # more regions than a vector has lanes
+        ((1, 2, 3, 700), 17, (1, 1, 1)),  # a row is more than a block
+    ],
+)
 def test_sums_and_gradient_are_those_of_float64_with_the_same_bits_on_any_number_of_threads(
     kernel, shape, regions, finer, ignored
 ):
