@@ -129,6 +129,7 @@ class Plan:
         if max(cases_with, default=0) < LEAST_CASES:  # then no network need be asked
             labelled = 0
             judged_shape = None
+        crops = grids_of(config, store, is_crop=True) if config.whole_every > 1 else ()
         schedule = Schedule(
             steps=self.steps,
             extra=_extra_memory(config, store, judged_shape),
@@ -141,10 +142,8 @@ class Plan:
             scored_voxels=scored_voxels,
             grids=() if config.is_patch else tuple(grids_of(config, store)),
             whole_every=config.whole_every,
+            crop_grids=tuple(crops),
         )
-        if config.whole_every > 1:
-            crops = tuple(grids_of(config, store, is_crop=True))
-            schedule = dataclasses.replace(schedule, crop_grids=crops)
         if not config.coarse_steps:
             return schedule
         first = config.at(0)

@@ -51,7 +51,6 @@ class Predictor:
         self.normalisation_of = config.normalisation_of
         self.regions = config.codes_by_region
         self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
-        self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
 
     @functools.cached_property
@@ -75,7 +74,10 @@ class Predictor:
         all that it has found. Raises DoesNotFitError if memory runs out, DivergedError for answers
         that are not finite."""
         region = self.region(record)
-        window = self.window or (self.config.grid if in_windows else None)
+        # Voxels X, Y, Z that slide; None is one pass.
+        window = window_of(self.config, self.inference) or (
+            self.config.grid if in_windows else None
+        )
         logits_of = functools.partial(self._logits, window=window)
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             seen = self._seen(image, record, region, tuple(channels or self.channels))

@@ -37,18 +37,19 @@ def one_of_each(choices):
     return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in choices.items()})
 
 
-@given(
-    st.builds(
-        lambda unet, shape, batch, at_once, more: Job(
-            UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
-        ),
-        unet=one_of_each(UNETS),
-        shape=st.tuples(*(st.sampled_from((16, 32, 48)),) * 3),
-        batch=st.integers(1, 4),
-        at_once=st.booleans(),
-        more=one_of_each(MORE),
-    )
+JOBS = st.builds(
+    lambda unet, shape, batch, at_once, more: Job(
+        UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
+    ),
+    unet=one_of_each(UNETS),
+    shape=st.tuples(*(st.sampled_from((16, 32, 48)),) * 3),
+    batch=st.integers(1, 4),
+    at_once=st.booleans(),
+    more=one_of_each(MORE),
 )
+
+
+@given(JOBS)
 @settings(max_examples=80)
 def test_every_program_is_consistent(job):
     program = training_step(job)

@@ -126,11 +126,11 @@ def crop_share_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[fl
     volumes = VolumeSampling(extent, multiple=unet.divisors)
     crops = dataclasses.replace(volumes, is_crop=True)
     records = _of_splits(store.manifest, *DECIDING)
-    voxels = [
+    cropped, whole = [
         sum(math.prod(sampling.grid_of(record)) for record in records)
         for sampling in (crops, volumes)
     ]
-    share = voxels[0] / voxels[1]
+    share = cropped / whole
     return share, f"crops around the labels have {share:.0%} of the voxels"
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, Dict
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
+from cpu3d.data.sampling import LABEL_MARGIN
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
@@ -56,6 +57,8 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
         "target_spacing_mm": config.target_spacing_mm,
         "mirrored_axes": mirrored_axes_of(config, Inference()),
         "multiples": config.unet.divisors,  # of the sides
+        # Voxels around all that was found, on whose crop the network then answers once more.
+        "crop_margin": LABEL_MARGIN if config.whole_every > 1 else None,
         "window": config.grid if config.is_patch else None,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,

@@ -147,6 +147,7 @@ def test_a_program_is_told_how_to_slide_windows_and_to_mirror_them():
         "overlap": 0.5,
         "sigma": 0.125,
         "multiples": (4, 4, 4),
+        "crop_margin": None,
         "mirrored_axes": (0, 1, 2),
         "axes": "RAS",
         "threshold": 0.5,
