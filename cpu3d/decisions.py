@@ -104,7 +104,7 @@ def decide(
     check_device(settings, workers)
     config = RunConfig(**vars(facts), **vars(settings))
     config = _with_grid(config, store, chosen.get("patch"), card, reasons)
-    config = _with_crops(config, store, reasons)
+    config = _with_crops(config, store)
     config = dataclasses.replace(config, learning_rate=_peak_rate(config, reasons))
     for line in why_no_card(wanted_device, config.mode, gpus):
         reasons["device"] = line
@@ -220,13 +220,12 @@ def _with_grid(
     )
 
 
-def _with_crops(config: RunConfig, store: Store, reasons: Dict[str, str]) -> RunConfig:
-    """The run with the steps of which one is on whole volumes, the others on crops, and as many
-    samples of a case in an epoch as have the voxels of a whole one."""
+def _with_crops(config: RunConfig, store: Store) -> RunConfig:
+    """The run with its share of steps on crops, and so many samples of a case in an epoch that
+    together they have the voxels of the whole case."""
     if config.curriculum != "all":
         return config
-    share, why = crop_share_of_store(store, config.extent, config.unet)
-    reasons["whole_every"] = f"whole volumes in 1 step of {WHOLE_EVERY}: {why}"
+    share = crop_share_of_store(store, config.extent, config.unet)
     config = dataclasses.replace(config, whole_every=WHOLE_EVERY, crop_share=share)
     return dataclasses.replace(config, samples_per_case=round(1 / config.step_share))
 

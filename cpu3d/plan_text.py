@@ -120,7 +120,8 @@ def _input_lines(plan: Plan) -> List[str]:
     grids = grids_text(grids_of(config, plan.store))
     sees = f"whole, {grids} ({config.extent})"
     if config.whole_every > 1:
-        sees += f" in 1 step of {config.whole_every}, else crops around the labels"
+        sees += f" in 1 step of {config.whole_every}, else crops around the labels, "
+        sees += f"{config.crop_share:.0%} of the voxels"
     if config.is_patch:
         sees = f"patch, {by(config.grid, ' x ')} of {grids} ({config.extent})"
     if config.samples_per_case > 1:

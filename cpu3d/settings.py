@@ -127,8 +127,9 @@ class Settings:
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
         "the edge, along the axes that the network's first level halves, the others at full "
-        "resolution; all: all steps at half resolution, with answers interpolated "
-        "to full; auto: all for thick slices, else half, and off below 40^3 voxels at half",
+        "resolution; all: all steps at half resolution, most on crops around the labels, with "
+        "answers interpolated to full; auto: all for thick slices, else half, and off below 40^3 "
+        "voxels at half",
         choices=(AUTO, "off", "half", "all"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)

@@ -261,13 +261,17 @@ class Forecast:
         return self._mean_step_s(self.full, self.schedule.grids)
 
     @functools.cached_property
+    def crop_step_s(self) -> float:
+        """Seconds of a full step on crops, likewise; 0 without any."""
+        if not self.schedule.crop_grids:
+            return 0.0
+        return self._mean_step_s(self.full, self.schedule.crop_grids)
+
+    @functools.cached_property
     def full_step_s(self) -> float:
         """Seconds of a full step, the mean over whole cases and crops."""
-        schedule = self.schedule
-        if not schedule.crop_grids:
-            return self.whole_step_s
-        crop_s = self._mean_step_s(self.full, schedule.crop_grids)
-        return crop_s + (self.whole_step_s - crop_s) / schedule.whole_every
+        crop_s = self.crop_step_s
+        return crop_s + (self.whole_step_s - crop_s) / self.schedule.whole_every
 
     @functools.cached_property
     def coarse_step_s(self) -> float:
@@ -318,9 +322,10 @@ class Forecast:
 
     @property
     def answered_s(self) -> float:
-        """Seconds to answer on a held-out case and to score that."""
-        answer_s = self.schedule.flips * self._pass_s(self.whole_step_s, self.schedule.windows)
-        return answer_s + SCORE_S * self.schedule.scored_voxels / 1e6
+        """Seconds to answer on a held-out case, and on the crop around what was found, and to score
+        that."""
+        pass_s = self._pass_s(self.whole_step_s + self.crop_step_s, self.schedule.windows)
+        return self.schedule.flips * pass_s + SCORE_S * self.schedule.scored_voxels / 1e6
 
     @property
     def postprocessing_s(self) -> float:

@@ -120,7 +120,7 @@ class Forecaster:
             normalised_bytes = max(normalised_bytes, 4 * scores * voxels)
             passes = 2 ** len(mirrored_axes_of(config, self._inference))
             passes *= window_count(grid, window, self._inference.overlap)
-            if config.whole_every > 1 and window == grid:
+            if config.whole_every > 1:
                 passes *= 1 + config.crop_share  # and the crop around what was found
             seconds += passes * passed.seconds
         written_bytes = self._written_bytes * math.prod(record.scored_shape)

@@ -83,7 +83,7 @@ class Predictor:
             seen = self._seen(image, record, region, tuple(channels or self.channels))
             axes = mirrored_axes_of(self.config, self.inference)
             logits = over_mirror_images(logits_of, seen, axes)
-            if self.config.whole_every > 1 and not window:  # trained on crops
+            if self.config.whole_every > 1 and (logits > 0).any():  # trained on crops
                 found = bounding_box((logits > 0).any(-1))
                 size = xyz(side + 2 * LABEL_MARGIN for side in found.size)
                 size = round_up(size, self.config.unet.divisors)

@@ -4,7 +4,7 @@ all scores.
 The loss is of each region's map. Dice is of the regions as `evaluate --raw` paints them, on the
 same grid: ET counts as TC wherever it is painted, whatever the map of TC says there, so the weights
 that are best are those whose label map is best. With whole volumes it is that of `evaluate` to
-rounding.
+rounding, in one pass, and without the second answer of runs on crops.
 """
 
 import functools

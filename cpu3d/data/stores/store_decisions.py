@@ -19,7 +19,7 @@ from cpu3d.data.fold import parse_fold
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
-from cpu3d.data.sampling import WHOLE_EVERY, VolumeSampling
+from cpu3d.data.sampling import VolumeSampling
 from cpu3d.data.store import Store, case_box
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
@@ -61,10 +61,6 @@ def decisions_of(store: Store) -> List[DecidedRow]:
     strides, why_strides = strides_of_store(store, median, depth)
     unet = UNetConfig(depth=depth, strides=strides)
     curriculum, why_halved = curriculum_of_store(store, median, unet)
-    rows = [DecidedRow("half resolution", curriculum, why_halved)]
-    if curriculum == "all":
-        _, cropped = crop_share_of_store(store, "brain", unet)
-        rows.append(DecidedRow("whole volumes", f"1 step of {WHOLE_EVERY}", cropped))
     multiples = f"of each case its content box, in multiples of {divisors_text(unet.divisors)}"
     grids = [round_up(record.box.size, unet.divisors) for record in manifest.cases]
     return [
@@ -73,7 +69,7 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("levels", str(depth), why_depth),
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
-        *rows,
+        DecidedRow("half resolution", curriculum, why_halved),
         DecidedRow("augmentation", *augment_of_store(store)),
         *_regions(manifest),
     ]
@@ -120,9 +116,8 @@ def curriculum_of_store(
     return "half", halved
 
 
-def crop_share_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[float, str]:
-    """The voxels of crops around the labels as a share of those of whole volumes; and that in
-    words."""
+def crop_share_of_store(store: Store, extent: str, unet: UNetConfig) -> float:
+    """The voxels of crops around the labels as a share of those of whole volumes."""
     volumes = VolumeSampling(extent, multiple=unet.divisors)
     crops = dataclasses.replace(volumes, is_crop=True)
     records = _of_splits(store.manifest, *DECIDING)
@@ -130,8 +125,7 @@ def crop_share_of_store(store: Store, extent: str, unet: UNetConfig) -> Tuple[fl
         sum(math.prod(sampling.grid_of(record)) for record in records)
         for sampling in (crops, volumes)
     ]
-    share = cropped / whole
-    return share, f"crops around the labels have {share:.0%} of the voxels"
+    return cropped / whole
 
 
 def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:

@@ -33,7 +33,10 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
     `exported_config` and the post-processing.
 
     It returns logits: the caller takes their mean over windows and mirror images, and then the
-    sigmoid."""
+    sigmoid. With a `crop_margin` the network answers once more, likewise, on the crop around all
+    voxels where some logit is above 0, and that takes the place of the first answer: the box of
+    these voxels with so many on each side, its sides rounded up to `multiples`, centred, and moved
+    into the volume."""
     regions = config.codes_by_region  # in the order of the answer's last axis
     answer = {"dtype": "float32", "shape": [*SIDES, len(regions)], "regions": config.regions}
     paint = [
@@ -57,7 +60,6 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
         "target_spacing_mm": config.target_spacing_mm,
         "mirrored_axes": mirrored_axes_of(config, Inference()),
         "multiples": config.unet.divisors,  # of the sides
-        # Voxels around all that was found, on whose crop the network then answers once more.
         "crop_margin": LABEL_MARGIN if config.whole_every > 1 else None,
         "window": config.grid if config.is_patch else None,
         "overlap": OVERLAP if config.is_patch else None,
@@ -71,8 +73,8 @@ def contract(config: RunConfig, format_: str, postprocessing: PostProcessing) ->
 
 def inputs_of(config: RunConfig) -> Dict[str, Dict[str, Any]]:
     """What an exported network takes, by name. One of whole volumes computes the statistics of
-    their non-zero voxels. A window does not see the volume, so the caller passes them; as well if a
-    channel is not normalised over its foreground."""
+    their non-zero voxels. A window or a crop does not see the volume, so the caller passes them; as
+    well if a channel is not normalised over its foreground."""
     around = (
         "outside of the volume what surrounds it" if config.normalisation else "0 is background"
     )
@@ -83,7 +85,7 @@ def inputs_of(config: RunConfig) -> Dict[str, Dict[str, Any]]:
         "values": f"intensities as in the file; {around}",
     }
     inputs = {"image": image}
-    if config.is_patch or config.normalisation:
+    if config.is_patch or config.whole_every > 1 or config.normalisation:
         statistic = {"dtype": "float32", "shape": [len(config.channels)]}
         inputs["mean"] = {**statistic, "values": "what normalisation takes from each channel"}
         inputs["std"] = {**statistic, "values": "by what it then divides"}

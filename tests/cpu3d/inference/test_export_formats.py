@@ -156,6 +156,8 @@ def test_a_program_is_told_how_to_slide_windows_and_to_mirror_them():
         "paint": [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}]],
     }
     assert told.items() <= contract(config, "onnx", RAW).items()
+    on_crops = dataclasses.replace(settings_of()[0], whole_every=2)
+    assert "mean" in contract(on_crops, "onnx", RAW)["inputs"]
 
 
 @pytest.mark.usefixtures("mixing")

@@ -77,7 +77,6 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     phantom_store, learnt
 ):
     predictor = load_predictor(learnt, inference=Inference(flips=False))
-    assert predictor.window == (16, 16, 16)
     scores = evaluate_split(predictor, phantom_store, "val", learnt)["summary"]
     scored = last_event(learnt, "validation")
     assert scored["cases"] == 1
