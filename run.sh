@@ -75,7 +75,6 @@ set_up() (
   flock 9 2>/dev/null || true # another task of a cluster may be at it
   # who has waited may find it made
   [ -n "${PYTHON:-}" ] || ! is_whole || [ "$(engine)" != "$1" ] || [ ! -x "$venv/bin/python" ] || exit 0
-  rm -f "$venv/complete"
   if [ -n "${PYTHON:-}" ] || [ "$(engine)" != "$1" ] || [ ! -x "$venv/bin/python" ]; then
     python="$(python_for "$1")" ||
       fail "a 64-bit Python 3.10 to 3.13 (3.9 to 3.11 with Intel's extension) with venv must be" \
@@ -83,9 +82,11 @@ set_up() (
         "  Debian, Ubuntu: sudo apt install python3.11-venv, or python3-venv" \
         "  Fedora, RHEL:   sudo dnf install python3.11" \
         "  anywhere:       https://www.python.org/downloads or https://docs.conda.io"
+    rm -f "$venv/complete"
     "$python" -m venv --clear "$venv"
     echo "$1" >"$venv/engine"
   fi
+  rm -f "$venv/complete"
   echo "Installing $1 into .venv: 700 MB of downloads (3.5 GB with CUDA), 2.5 GB on disk"
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$1" ||
     fail "$1 must be installed, got the lines above; the same command tries again"

@@ -5,19 +5,19 @@ predictor = ExportedPredictor(Path("exported"))     # for `predict --network exp
 
 import logging
 from pathlib import Path
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import in_units, levels_of
-from cpu3d.data.region import Region, xyz
+from cpu3d.data.region import Region, Shape3, xyz
 from cpu3d.errors import InputError
 from cpu3d.inference.export.contract import FILE, OUTPUT, SCHEMA
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.predictor import AS_TRAINED, Predictor
-from cpu3d.inference.runs import Inference, check_inference, window_of
+from cpu3d.inference.runs import Inference, check_inference
 from cpu3d.run.config_json import config_from_json
 from memory_estimator.common.files import read_record, typed
 
@@ -36,11 +36,6 @@ class ExportedPredictor(Predictor):
             ) from None
         config = config_from_json(about["config"])
         check_inference(config, inference)
-        if window_of(config, inference) and "mean" not in about["inputs"]:
-            raise InputError(
-                "--window must come without --network if the export normalises each image that it "
-                "is given, got both; leave it out, or predict with --run"
-            )
         super().__init__(config, [], inference)
         self.weights_choice = about["weights"]  # "best" or "last"
         self.weights_sha256 = about["weights_sha256"]
@@ -73,6 +68,14 @@ class ExportedPredictor(Predictor):
             if name in self._inputs:
                 self._statistics[name] = np.float32(each[picked])
         return tf.constant(values[None, ..., picked])
+
+    def _logits(self, image: Any, window: Optional[Shape3]) -> np.ndarray:
+        if window and "mean" not in self._inputs:
+            raise InputError(
+                "--network must name an export that takes a mean to answer in windows, got one "
+                "that normalises what it is given; predict with --run"
+            )
+        return super()._logits(image, window)
 
     def _logits_of_tile(self, image: tf.Tensor) -> tf.Tensor:
         return tf.constant(self._exported(image=image.numpy()[0], **self._statistics)[None])

@@ -17,7 +17,6 @@ from cpu3d.inference.export import formats
 from cpu3d.inference.export.network import ExportedPredictor
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
-from cpu3d.inference.runs import Inference
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.util.atomic import write_json
@@ -126,8 +125,9 @@ def test_predict_answers_alike_with_a_run_and_with_its_export(export, store, tmp
     assert {path.name for path in out.iterdir()} == {"export.json", about["file"]}
     assert ("mean" in about["inputs"]) == config.is_patch
     if not config.is_patch:  # it would normalise each window by itself
-        with pytest.raises(InputError, match="--window must come without --network"):
-            ExportedPredictor(out, Inference(window=config.grid))
+        record = store.cases("test")[0]
+        with pytest.raises(InputError, match="got one that normalises what it is given"):
+            ExportedPredictor(out).probabilities(store.image("e"), record, in_windows=True)
     checked = about["verification"]
     assert checked["case_id"] == "e"  # the first of test
     assert checked["largest_difference"] < checked["tolerance"] <= 2e-5
