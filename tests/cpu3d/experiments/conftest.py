@@ -59,7 +59,7 @@ class Commands:
 
     calls: list = field(default_factory=list)
     cut_at: int = -1  # the number of the call in which Ctrl-C comes
-    diverges: str = ""  # the run whose training diverges
+    diverges: str = ""  # the runs whose training diverges
     # (run, weights) of the networks that were asked
     loaded: list = field(default_factory=list)
 
@@ -82,7 +82,7 @@ def carried_out_here(monkeypatch):
         folder = Path(command[command.index("--run") + 1])
         told.calls.append(f"{command[0]} {folder.name}")
         is_cut = len(told.calls) - 1 == told.cut_at
-        if folder.name == told.diverges and command[0] == "train":
+        if folder.name in told.diverges and command[0] == "train":
             if (folder / "config.json").is_file():
                 config = dataclasses.replace(load_config(folder), epochs=SETTINGS["epochs"])
                 save_config(config, folder)

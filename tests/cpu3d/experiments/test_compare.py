@@ -107,6 +107,7 @@ def test_a_run_that_diverges_is_left_out_and_named(
     (line,) = results(out)["failed"]
     assert line == f"{lacking}, seed 0, is left out: train diverged."
     assert line in capsys.readouterr().err
+    assert line in (out / "report.html").read_text()
     assert results(out)["variants"][lacking]["seeds"] == [1]
     difference = results(out)["differences"]["patch"]["ET"]["dice"]
     assert difference["seeds"] == 1, "only a seed that both have is paired"
@@ -162,6 +163,7 @@ def test_the_results_are_those_of_the_runs(commands, chosen, out, capsys):
     page = re.sub(r">\s+<", "><", (out / "report.html").read_text())
     assert "<td>mode</td><td>whole</td><td>patch</td>" in page
     assert re.search(r"voxels seen</td>(<td[^>]*>0\.2 M</td>){2}", page)
+    assert "Differences to whole" in page
     for title in ("every case, mean", "over voxels", "over seconds"):
         assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', page), title
     assert str(out) not in page, "it names no folder of the machine"
@@ -219,7 +221,9 @@ def test_folds_score_each_case_once_by_the_fold_that_held_it_out(
     assert scores == sorted(scores, reverse=True), "the best case first"
     assert compare(*words) == 0
     assert commands.seen() == []
-    assert [part.state for part in set_status(out).runs] == ["scored"] * 4
+    status = set_status(out)
+    assert [part.state for part in status.runs] == ["scored"] * 4
+    assert "predict" not in status.advice
     for name in ("status", "report", "evaluate"):  # the folds answer together
         assert main([name, "--run", str(out / "runs" / "whole-seed0")]) == 0
     shutil.rmtree(out / "runs/slow-seed0/fold-2")

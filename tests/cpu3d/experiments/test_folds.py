@@ -95,7 +95,14 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     assert sorted(path.name for path in predictions) == [f"{name}.nii.gz" for name in known]
     page = (folder / "report.html").read_text()
     # islands are removed by the rules of the other fold
-    for words in ("last weights", "Mean Dice of the held-out cases", "1.00 \u2192 0.00", "1/2"):
+    for words in (
+        "last weights",
+        "Mean Dice of the held-out cases",
+        "1.00 \u2192 0.00",
+        "1/2",
+        "The folds together: removes parts of WT",
+        "Every case",
+    ):
         assert words in page
     assert len(shown_cases(folder / "report.html")) == 3
     out = capsys.readouterr().out
@@ -129,8 +136,11 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
     assert commands.seen() == ALL[cut_at:], "what was done is not done again"
     for name in ("fold-1", "fold-2"):
         assert_same_run(folder / name, uncut / name)
+    (folder / "fold-1/postprocessing.json").unlink()  # the folds decide together
     done = set_status(folder)
     assert (done.state, [fold.state for fold in done.runs]) == ("finished", ["scored"] * 2)
+    assert re.search(r"report\.html has .*`predict --run", done.advice)
+    assert done.seconds_left is None
 
 
 @pytest.mark.parametrize(
@@ -178,6 +188,11 @@ def test_the_page_has_what_the_folds_have_in_common_once_and_what_differs_by_fol
     assert "Settings that differ" not in page
     save_config(dataclasses.replace(load_config(run), epochs=1), run)
     assert "Settings that differ" in page_of(whole_folds)
+    shutil.rmtree(run)
+    page = re.sub("<[^>]+>|\\s", " ", page_of(whole_folds))
+    print(page[:3000])
+    assert "Fold 2/2 is missing here (it has not begun)" in page
+    assert re.search(r"2/2 +waiting", page)
 
 
 def test_a_dry_run_has_the_plan_and_how_all_patients_come_into_the_folds(
@@ -225,6 +240,7 @@ def test_all_folds_start_from_the_same_weights_and_need_them_only_once(
     train_all(folder, **SETTINGS, init=str(source))
     records = [load_config(folder / f"fold-{number}").init_record for number in (1, 2)]
     assert records[0] == records[1]
+    assert ">frozen<" in page_of(folder)
     assert records[0].file == str(source / "checkpoints" / "best.npz")
     shutil.rmtree(source)
     train_all(folder, epochs=3)

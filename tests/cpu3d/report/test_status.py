@@ -100,9 +100,9 @@ AGAIN = "next: .*from step 100"
     ("changes", "state", "line"),
     [
         ({"phase": "starting"}, "starting", ""),
-        ({"stop": "memory must keep 1 GiB"}, "stopping", "worker 0: memory must keep 1 GiB"),
+        ({"stop": "memory must keep 1 GiB"}, "stopping", "note: worker 0: memory must keep 1 GiB"),
         ({"place": "elsewhere", "process_start": 1}, "running", "heard .* ago from node-17"),
-        ({"process_start": 1}, "killed", f"dmesg.* about 4.33 h {AGAIN}"),
+        ({"process_start": 1}, "killed", f"why: .*dmesg.* about 4.33 h {AGAIN}"),
         ({"exit_code": 0, "reason": "finished"}, "finished", "next: `evaluate --run"),
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"OSError: full.*{AGAIN}"),
         ({"exit_code": 4, "reason": "loss must be"}, "diverged", "--learning-rate 0.01"),
@@ -126,10 +126,7 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
 
 def test_a_silent_worker_is_looked_for_on_its_host_and_holds_no_memory(run):
     write_silent(run, stop="low")
-    (run / "logs").mkdir()
-    (run / "logs/worker-0.log").touch()
     line = "run: silent.*silent computing.* - 8.00G 9.00G - .*node-17.*when its process has ended"
-    line += ".*last lines are in .*worker-0.log"
     assert re.search(line, printed(run))
 
 
@@ -150,7 +147,9 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     status = run_status(run)
     assert status.state == "silent"
     assert [worker.state for worker in status.workers] == ["broken off", "silent", "running"]
-    assert "why: worker 1: no heartbeat" in printed(run)
+    (run / "logs").mkdir()
+    (run / "logs/worker-1.log").touch()
+    assert re.search("why: worker 1: no heartbeat.*last lines are in .*worker-1.log", printed(run))
     for rank, code, state in ((1, 143, "interrupted"), (2, 1, "failed")):
         write_heartbeat(run, beat(rank=rank, workers=3, exit_code=code))
         assert run_status(run).state == state
@@ -207,7 +206,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
     if stopped:
         write_heartbeat(run, beat(step=120, steps=120, **stopped))
     status = run_status(run)
-    assert (status.state, status.is_fine) == ("undecided", False)
+    assert (status.state, status.is_fine, status.steps_left) == ("undecided", False, None)
     assert status.detail == (f"{OPEN}: {FAILED['reason']}" if stopped == FAILED else OPEN)
     weights = (file_sha256(weights_file(run, "best")),)
     off = PostProcessing(off="too few cases")
@@ -241,15 +240,15 @@ def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_o
 
 
 @pytest.mark.parametrize(
-    ("changes", "left_s"),
+    ("changes", "left_s", "advice"),
     [
-        ({"step": 251, "steps": 1000}, 1498),  # of which the log has not heard yet
+        ({"step": 251, "steps": 1000}, 1498, "the same command continues"),  # of which the log has not heard yet
         # Of one that was killed before its first checkpoint nothing is done.
-        ({"step": 250, "steps": 1000, "process_start": 1}, 2000),
+        ({"step": 250, "steps": 1000, "process_start": 1}, 2000, "the same command starts"),
     ],
 )
 def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(
-    tmp_path, capsys, changes, left_s
+    tmp_path, capsys, changes, left_s, advice
 ):
     """The first has taken 250 of 1000 steps of 2 s, the second has not begun: it is taken to need
     what was predicted, or what one that has finished took."""
@@ -272,10 +271,17 @@ def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(
     rows = (
         rf"1/2 \w+ {changes['step']} of 1,000 {format_seconds(left_s)} - 2/2 waiting 0 19.2 min -"
     )
-    assert re.search(rows, " ".join(capsys.readouterr().out.split()))
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(rows, text)
+    assert "until" not in text
     for reason, usual_s in (("interrupted", 1155), ("finished", 510)):
         append_event(run, {"event": "end", "step": 250, "reason": reason, "seconds": 510.0})
         assert set_status(tmp_path).runs[1].seconds_left == usual_s
+    shutil.copytree(run, fold_folder(tmp_path, "2/2"))
+    append_event(fold_folder(tmp_path, "2/2"), {"event": "diverged", "step": 1, "reason": ""})
+    assert set_status(tmp_path).advice.startswith(advice)
+    write_silent(tmp_path)
+    assert "when its process has ended" in set_status(tmp_path).advice
 
 
 def test_the_reasons_of_the_plan_and_a_region_that_no_validation_case_has_are_printed(run):

@@ -112,6 +112,7 @@ def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, shown, added, na
     (modality,) = case["modalities"]
     is_in_hu = not added
     assert ("windows" in modality) == is_in_hu
+    assert case["start"] == [n // 2 for n in case["shape"]]
     assert (case["shape"] == [10, 12, 8]) == is_in_hu  # without the air around the body
     if is_in_hu:
         assert (modality["window"], modality["windows"]["brain"]) == ([-150, 250], [0, 80])
@@ -203,10 +204,13 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     page.write_text("before")
     other = written("other.nii.gz", np.zeros((4, 4, 4), np.uint8))
     series = written("series.nii.gz", np.ones((*SHAPE, 17), np.uint8))
+    copy = shutil.copy(case / f"{CASE_ID}-seg.nii.gz", tmp_path)
     halves = written("halves.nii.gz", np.full(SHAPE, 0.5, np.float32))
     for words, problem in (
         (("--image", tmp_path / "gone"), "must exist"),
         (("--image", series), "at most 16 channels, got 17"),
+        (("--image", tmp_path), "must be one case"),
+        (("--image", *case.iterdir(), copy), "must have one segmentation"),
         (("--image", case, "--label", other), "must have the grid of"),
         (("--image", case, "--label", halves), "0..255, got 0.5"),
         (("--image", halves, "--ignore", 2), "--ignore must come with a label, got 2"),
