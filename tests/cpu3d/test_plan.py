@@ -551,6 +551,8 @@ def test_the_largest_case_decides_memory_the_median_the_network_and_all_the_time
     # 8 voxels become 4 and no less; half of the median grid is too small for coarse steps
     assert (plan.config.unet.strides, plan.config.curriculum) == (((2, 2, 2), (2, 2, 1)), "off")
     assert planned(store=store, curriculum="half").config.coarse_seen_grid == (48, 48, 48)
+    with pytest.raises(InputError, match="half of 16x16x8 "):
+        planned(store=store, curriculum="half", depth=5, strides=((2, 2, 2),) * 4)
     full = plan.forecast.full
     assert full.job.shape == (96, 96, 96)
     job = dataclasses.replace(full.job, shape=(16, 16, 8))

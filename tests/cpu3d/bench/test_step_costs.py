@@ -16,6 +16,7 @@ from cpu3d.bench.step_costs import (
     requested,
     row_of,
     step_table,
+    with_predictions,
 )
 from cpu3d.data.region import round_up
 from cpu3d.errors import InputError
@@ -50,9 +51,10 @@ def test_a_step_is_measured_and_recorded(tmp_path, capsys):
         {"step_s": n, "allocator_peak_bytes": n * 2**30, "process_peak_bytes": 2**31}
         for n in (1, 9, 2)
     ]
-    row = {**row_of("lean", "policy", several), "predicted": None}
-    table = step_table({**kept, "rows": [row]})
-    assert table.rows == [["lean", "9.00", "2.00", "-", "2.00"]]
+    peer = {**row_of("Keras", "peer", several), "error": "killed"}
+    table = step_table(with_predictions({**kept, "rows": [peer]}, shipped_constants("avx2")))
+    assert table.rows == [["Keras", "9.00", "2.00", "-", "2.00"]]
+    assert "killed" in table.caption
     step = "32 x 32 x 32 x 4, 8 filters, batch 2 (1 at a time), float32, instance norm, "
     assert table.title.startswith(step)
 
@@ -139,7 +141,7 @@ PAPER = RECIPES["paper-2020"].job.unet
             RUN.unet.to_json(),
             {"shape": [32, 32, 32], "optimizer": "sgd", "engine": "stock"},
         ),
-        ("--shape 16 16 17 --depth 3", {}, {"shape": [16, 16, 20], "engine": None}),
+        ("--shape 16 16 17 --depth 3 --engine auto", {}, {"shape": [16, 16, 20], "engine": None}),
     ],
 )
 def test_the_job_is_that_of_the_options_the_recipe_or_the_run(

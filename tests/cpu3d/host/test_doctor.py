@@ -10,7 +10,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.host import doctor
-from cpu3d.host.doctor import host_checks
+from cpu3d.host.doctor import host_checks, instruction_check
 from cpu3d.host.self_test import Check
 from cpu3d.host.thread_plan import THREADS, describe, read_topology, thread_plan, thread_plans
 from models.native.library import NativeOperations
@@ -21,8 +21,10 @@ from tests.cpu3d.runs import run_command
 @pytest.fixture
 def tried(monkeypatch):
     """The self-test's results, made up."""
-    results = [Check("engine", "ok", "TensorFlow, oneDNN")]
-    monkeypatch.setattr(doctor, "self_test", lambda engine: iter(results))
+    results = []
+    monkeypatch.setattr(
+        doctor, "self_test", lambda engine: [*results, Check("engine", "ok", str(engine))]
+    )
     monkeypatch.setattr(doctor, "versions", lambda: {"tensorflow": "2.15.1"})
     return results
 
@@ -75,7 +77,8 @@ def test_limits_and_settings_of_this_process_are_warned_of(monkeypatch, checked)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "333")
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 * GIB, 64 * GIB))
-    checks = checked()[2]
+    checks = checked("--engine", "stock")[2]
+    assert checks["engine"]["result"] == "stock"
     assert checks["environment"]["result"] == "OMP_NUM_THREADS=333"
     assert {checks[name]["state"] for name in ("ulimit -v", "ITEX", "environment")} == {"warn"}
 
@@ -90,20 +93,23 @@ def checks_of(topology, workers=1):
 
 
 @pytest.mark.parametrize(
-    ("native", "state", "words"),
+    ("native", "chosen", "state", "words"),
     [
-        (NativeOperations("avx512", "amx"), "ok", "^amx of"),
-        (NativeOperations("avx512", "avx512"), "warn", "^avx512 .* the CPU has amx"),
-        (NativeOperations(why="GLIBC_2.99 is not found"), "warn", "GLIBC_2.99.* the CPU has amx"),
+        (NativeOperations("avx512", "amx"), "", "ok", "^amx of"),
+        (NativeOperations("avx512", "avx512"), "", "warn", "^avx512 .* has amx; build them"),
+        (NativeOperations("avx2", "avx2"), "avx2", "warn", "has amx; unset CPU3D_INSTRUCTION_SET"),
+        (NativeOperations(why="GLIBC_2.99 is not found"), "", "warn", "GLIBC_2.99.* has amx; inst"),
     ],
 )
 def test_a_library_that_is_not_the_cpu_s_best_or_not_there_is_warned_of(
-    monkeypatch, native, state, words
+    monkeypatch, native, chosen, state, words
 ):
-    here = dataclasses.replace(SNC4, host=dataclasses.replace(SNC4.host, is_here=True))
+    here = dataclasses.replace(SNC4.host, is_here=True)
     monkeypatch.setattr("memory_estimator.host.native_operations", lambda: native)
-    found, result = checks_of(here)["instruction set"]
-    assert (found, bool(re.search(words, result))) == (state, True)
+    monkeypatch.setenv("CPU3D_INSTRUCTION_SET", chosen)
+    check = instruction_check(here)
+    assert check.state == state
+    assert re.search(words, f"{check.result}; {check.advice}")
 
 
 def test_an_instruction_set_that_is_none_is_refused(monkeypatch, capsys):
