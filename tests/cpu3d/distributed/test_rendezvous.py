@@ -122,6 +122,8 @@ def test_whoever_says_other_things_at_the_port_is_not_counted(three, monkeypatch
     monkeypatch.setattr(rendezvous, "HELLO_S", 0.3)
     with ThreadPoolExecutor(1) as pool:
         chief = pool.submit(meet, three)
+        with pytest.raises(WorkerLostError):  # and comes again
+            meet(three.of_rank(1), 0.1)
         with connected(three) as stranger, connected(three):
             stranger.sendall(text)
             assert meeting_of([three.of_rank(1), three.of_rank(2)]) == [PLAN] * 2

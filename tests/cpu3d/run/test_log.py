@@ -126,17 +126,15 @@ def test_a_last_line_without_its_line_break_is_kept_and_gets_one(tmp_path):
 
 def test_events_are_shown_with_the_speed_of_steps_that_do_not_compile(tmp_path, capsys):
     seconds = (60.0, 3.0, 2.0, 4.0)
-    with shown(tmp_path, steps=4, done=0, steps_per_epoch=1, batch=2) as show:
+    with shown(tmp_path, steps=4, done=0, steps_per_epoch=2, batch=2) as show:
         for number, step_s in enumerate(seconds, start=1):
-            show({**STEP, "step": number, "epoch": number - 1, "step_s": step_s})
+            show({**STEP, "step": number, "epoch": number // 3, "step_s": step_s})
         show({**SCORE, "dice": STEP["dice"], "cases": 3, "best": True})
         show({**END, "peak_rss_bytes": 2**30})
     state = "loss 0.500  WT 0.500  "
     assert capsys.readouterr().err.splitlines() == [
-        f"epoch 1, step 1: {state}9 KiB  - left",
-        f"epoch 2, step 2: {state}1.50 s/volume  9 KiB  6 s left",
-        f"epoch 3, step 3: {state}1.25 s/volume  9 KiB  2.5 s left",
-        f"epoch 4, step 4: {state}1.50 s/volume  9 KiB",
+        f"epoch 1, step 2: {state}1.50 s/volume  9 KiB  6 s left",
+        f"epoch 2, step 4: {state}1.50 s/volume  9 KiB",
         "validation after step 2: Dice WT 0.500 on 3 whole volumes, 3.0 s, best so far",
         "finished after step 3: 20 s of steps, validations and saves, peak 1.00 GiB",
     ]

@@ -55,7 +55,8 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
     fit.run()
     assert rates_of(tmp_path) == [fit.config.rate_at(step, 10) for step in range(10)]
     assert steps_of(tmp_path)[7]["epoch"] == 1, "of four steps each"
-    assert [event["step"] for event in validations_of(tmp_path)] == [3, 5, 8, 10], "evenly spread"
+    validated = [(event["step"], event["epoch"]) for event in validations_of(tmp_path)]
+    assert validated == [(3, 0), (5, 1), (8, 2), (10, 2)], "evenly spread"
     assert read_events(tmp_path)[-1]["reason"] == "finished"
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["best.npz", *(f"step-000000{step}.npz" for step in ("05", "08", "10"))]
