@@ -47,7 +47,6 @@ def test_only_the_whole_demo_is_cut_to_its_minutes_and_it_is_of_no_cluster(monke
     monkeypatch.setattr("cpu3d.__main__.main", noted)
     assert demo.run(demo.Options(demo.Path("out"), smoke, "lean")) == 3
     assert "lean" in done["train"]
-    assert "predict" not in done
     assert done["train"][4] == done["evaluate"][2] == f"out/{'smoke/' * smoke}run-lean"
     assert ("--budget-minutes" in done["train"]) != smoke
 

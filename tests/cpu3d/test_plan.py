@@ -35,7 +35,6 @@ from memory_estimator.planner import check_patch, gpu_bytes, usual_patch
 from memory_estimator.sources import read_run
 from memory_estimator.training import ExtraMemory, Schedule
 from models.config import UNetConfig
-from models.layer_plan import layer_plan
 from tests.cpu3d import runs
 from tests.cpu3d.data.made_datasets import make_record, manifest_of
 from tests.cpu3d.data.stores.test_store_decisions import in_boxes
@@ -529,17 +528,6 @@ def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(planned):
     cases = plan.store.manifest.cases
     largest = max(cases, key=lambda case: math.prod(case.box.size)).case_id
     assert f"leave out {largest}, the largest case" in message
-
-
-def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(planned):
-    plan, timed = (
-        planned(policy="speed", steps=0, **more) for more in ({}, {"budget_minutes": 4.0})
-    )
-    parameters = sum(
-        op.trainable + op.frozen for op in layer_plan(plan.config.unet, plan.config.grid)
-    )
-    more = timed.forecast.full.upper_bound_bytes - plan.forecast.full.upper_bound_bytes
-    assert more == pytest.approx(8 * parameters, rel=0.05), "weights and Muon's slot"
 
 
 # --- Cases of several sizes ---

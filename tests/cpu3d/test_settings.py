@@ -17,11 +17,10 @@ from cpu3d.settings import (
     Settings,
     as_options,
     chosen_again,
-    recipe_settings,
     with_settings,
 )
 from memory_estimator.common.schema import add_options, arguments
-from memory_estimator.job import RECIPES, Job
+from memory_estimator.job import Job
 from models.config import UNetConfig
 
 CONFIG = RunConfig(
@@ -32,13 +31,6 @@ CONFIG = RunConfig(
     grid=(16, 32, 16),
     unet=UNetConfig(depth=3),
 )
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_a_config_that_saves(name, tmp_path):
-    config = RunConfig(**vars(recipe_settings({"recipe": name})))
-    save_config(config, tmp_path)
-    assert load_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(

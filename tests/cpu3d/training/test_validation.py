@@ -43,7 +43,6 @@ def made_data(config, ignored=0.0):
         held_out=1,
         held_out_share=lambda: (0,),
         validation=lambda: [volume],
-        resizing=None,
         inside=lambda case: tuple(slice(2, n - 1) for n in config.grid),
     )
 
