@@ -252,7 +252,10 @@ def test_what_is_left_is_at_the_pace_of_the_last_attempt_if_it_was_computed_alik
     for step in range(1, 7):
         append_event(tmp_path, {"event": "step", "step": step, "step_s": 77.0})
     step_s = 77.0 if own else plan.forecast.full_step_s
-    assert plan_with().left_s == pytest.approx(10 * step_s)
+    again = plan_with()
+    assert again.left_s == pytest.approx(10 * step_s)
+    left = f"about {format_seconds(again.left_s)} after step 6"
+    assert left in "".join(plan_lines(again, HOST))
 
 
 def test_a_continued_run_keeps_the_reasons_of_what_was_decided_at_its_begin(begun, plan_with):
@@ -386,6 +389,7 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     assert plan.reasons["strides"].endswith(of_store["strides"]["reason"])
     depth = plan.config.unet.depth
     median = median_extent(store, "brain")
+    estimated("--store", store.folder, "--recipe", "gpu-patch")  # of a CPU
     of_shape = estimated("--shape", *median, "--spacing", *THICK, "--depth", depth)
     assert of_shape["strides"]["strides"] == of_store["strides"]["strides"]
 
@@ -589,10 +593,12 @@ def test_what_a_run_does_besides_its_full_steps_follows_from_its_cases(planned):
     patches = planned(store=store, **PATCH).schedule
     assert patches.windows == 5 * 3 * 3  # of the median case
     assert patches.extra.volume_shape == (64, 48, 40)
-    unseen = Store(store.folder, dataclasses.replace(store.manifest, split={**split, "val": ()}))
-    plan = planned(store=unseen, budget_minutes=4.0, **PATCH)
+    labels = {**store.manifest.labels, 8: "left ear", 9: "right ear"}
+    split["val"] = ()
+    unseen = dataclasses.replace(store.manifest, split=split, labels=labels)
+    plan = planned(store=Store(store.folder, unseen), budget_minutes=4.0, **PATCH)
     assert plan.schedule.extra.volume_shape is None
-    words = "cut to 4 minutes.*the last weights count as the best"
+    words = "cut to 4 minutes.*left ear and right ear.*the last weights count as the best"
     assert re.search(words, "".join(plan_lines(plan, HOST)))
 
 
