@@ -242,7 +242,7 @@ def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_o
 @pytest.mark.parametrize(
     ("changes", "left_s", "advice"),
     [
-        ({"step": 251, "steps": 1000}, 1498, "the same command continues"),  # of which the log has not heard yet
+        ({"step": 251, "steps": 1000}, 1498, "the same command continues"),
         # Of one that was killed before its first checkpoint nothing is done.
         ({"step": 250, "steps": 1000, "process_start": 1}, 2000, "the same command starts"),
     ],
