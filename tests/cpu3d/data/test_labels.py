@@ -21,7 +21,7 @@ DECATHLON = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
 BRATS_2021 = {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}
 ORGANS = {"liver": (1,), "spleen": (2,)}
 PARTS = {"both": (1, 2), "one": (1,), "two": (2,)}
-NAMES = {0: "background", 1: "edema", 2: "core", 3: "enhancing"}
+NAMES = {0: "air", 1: "edema", 2: "core", 3: "enhancing"}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ OVERLAPPING = {"a": (1, 2), "b": (2, 3), "c": (4,)}
 )
 def test_what_a_painted_code_means(regions, paint, meanings):
     painted = PaintedRegions(regions, paint)
-    assert code_meanings(painted, NAMES) == {0: "background", **meanings}
+    assert code_meanings(painted, NAMES) == {0: "air", **meanings}
 
 
 @pytest.mark.parametrize(

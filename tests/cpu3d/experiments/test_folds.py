@@ -190,7 +190,6 @@ def test_the_page_has_what_the_folds_have_in_common_once_and_what_differs_by_fol
     assert "Settings that differ" in page_of(whole_folds)
     shutil.rmtree(run)
     page = re.sub("<[^>]+>|\\s", " ", page_of(whole_folds))
-    print(page[:3000])
     assert "Fold 2/2 is missing here (it has not begun)" in page
     assert re.search(r"2/2 +waiting", page)
 
