@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 FILES = int(os.environ.get("CPU3D_DAMAGED_FILES", "320"))
 SEED = int(os.environ.get("CPU3D_DAMAGED_SEED", "0"))
-CODES = (0, 1, 2, 3, 4)
+CODES = range(5)
 """What a command may end with; the other codes are of signals, lost workers and memory that runs
 out on the way."""
 MOST_S = 120
@@ -52,15 +52,7 @@ def cut(content, rng):
     return content[: rng.choice([0, rng.randrange(len(content)), len(content) - 1])]
 
 
-def not_utf8(content, rng):
-    index = rng.randrange(len(content))
-    return content[:index] + b"\xed\xa0\x80" + content[index:]
-
-
-HUGE = "@a number of 5,000 digits@"
-DEEP = "@100,000 brackets@"
-NUMBERS = (-1, 0, 1000, 2.5, float("nan"), 10**30, HUGE)
-INVALID = (*NUMBERS, None, True, DEEP, "", "..", "a\0b", "\ud800", [], {})
+INVALID = (-1, 0, 1000, float("nan"), 10**30, None, True, "", "..", "a\0b", "\ud800", [], {})
 
 
 def changed(value, rng):
@@ -83,8 +75,7 @@ def change_json(content, rng):
         index = rng.randrange(len(lines))
         lines[index] = json.dumps(changed(json.loads(lines[index]), rng))
         text = "\n".join([*lines, ""])
-    text = text.replace(f'"{HUGE}"', "9" * 5000)
-    return text.replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000).encode()
+    return text.encode()
 
 
 def change_zip(content, rng):
@@ -104,11 +95,7 @@ def change_zip(content, rng):
 
 
 ANY = (flip_bit, cut)
-OF_SUFFIX = {
-    ".json": (change_json, change_json, not_utf8),
-    ".jsonl": (change_json, change_json, not_utf8),
-    ".npz": (change_zip,) * 3,
-}
+OF_SUFFIX = {".json": change_json, ".jsonl": change_json, ".npz": change_zip}
 INSTEAD = {
     "nothing": lambda path: None,
     "folder": Path.mkdir,
@@ -120,7 +107,7 @@ INSTEAD = {
 
 def damage(path, rng):
     """Damage `path` in one way; returns which."""
-    way = rng.choice([*2 * (*ANY, *OF_SUFFIX.get(path.suffix, ())), *INSTEAD])
+    way = rng.choice([*ANY, OF_SUFFIX.get(path.suffix, cut), *INSTEAD])
     if way in INSTEAD:
         path.unlink()
         INSTEAD[way](path)

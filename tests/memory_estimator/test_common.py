@@ -22,7 +22,7 @@ from memory_estimator.common.schema import (
     option,
     to_command_line,
 )
-from memory_estimator.common.table import Bold, Table, new_figure, plain, png
+from memory_estimator.common.table import Bold, Table
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 
 
@@ -172,7 +172,7 @@ def test_settings_come_from_a_command_line_and_go_back_to_it():
         parsed("--store s --name a --names b")
 
 
-def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
+def test_a_table_is_the_same_in_markdown_and_html():
     table = Table(
         ("policy", "<GiB>"), [("a|b", "5"), (Bold("<x>"), "2")], title="One", caption="Two"
     )
@@ -187,9 +187,6 @@ def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
     ):
         assert part in text
     assert table.lines()[-2:] == [" <x>         2", "Two"]
-    figure = new_figure(2, 1)
-    plain(figure.add_subplot(), "title")
-    assert png(figure)[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

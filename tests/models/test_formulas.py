@@ -10,6 +10,8 @@ from models.optimizers import OPTIMIZERS
 
 
 def test_muon_forgets_as_its_paper_says_and_descent_more_slowly():
+    one, more = (OPTIMIZERS["muon"].rule_of((side, 1, 1, 8, 4)).slots for side in (1, 2))
+    assert (one, more) == (("mean", "square"), ("mean",))
     assert (OPTIMIZERS["muon"].momentum, OPTIMIZERS["sgd"].momentum) == (0.95, 0.99)
 
 

@@ -15,8 +15,6 @@ def test_a_picture_shows_its_values_and_leaves_out_those_that_are_not_finite():
         same, again, other = (draw([0, 1, 2], [1, middle, 4]) for middle in (2, 2, 3))
         assert same == again != other
     assert curve([0, 1, 2], [1, np.inf, 4]) == curve([0, 2], [1, 4])
-    many = range(9)
-    assert curve(many, many, is_dense=True) != curve(many, many) != curve(many, many, marks="o")
     line = Line("", [1, 2], [1, 4], "#000000")
     ways = ({}, {"switch": 2}, {"log": True}, {"y_range": (0, 9)})
     assert len({chart([line], title="", y_label="", **how) for how in ways}) == len(ways)

@@ -380,3 +380,4 @@ def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path, capsys, h
     manifest = prepare(tmp_path / "data", tmp_path / "store", **ALL, **how)
     assert sorted(manifest.labels) == codes
     assert re.search(f"  4 resection cavity -> {shown}\n", capsys.readouterr().out)
+    assert append(tmp_path / "store", tmp_path / "data", workers=1).manifest == manifest

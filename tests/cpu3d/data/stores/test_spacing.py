@@ -69,13 +69,14 @@ def test_without_resampling_images_are_as_their_files_have_them(
     assert not list(tmp_path.glob("store/cases/*.t.*"))
 
 
-def test_only_the_training_cases_decide(tmp_path):
+def test_only_the_training_cases_decide(tmp_path, capsys):
     spacings = {"a": ISO, "b": ISO, "c": (2.0, 2.0, 2.0)}
     folds = [{"train": ["a"], "val": ["b"]}, {"train": ["b"], "val": ["a"]}]  # c is a test case
     data = spaced_set(tmp_path / "data", spacings)
     (tmp_path / "folds.json").write_text(json.dumps(folds))
     manifest = prepare(data, tmp_path / "store", workers=1, splits=tmp_path / "folds.json")
     assert (manifest.split["test"], manifest.target_spacing_mm) == (("c",), None)
+    assert "training cases have 1 x 1 x 1 mm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("finished", [True, False])
