@@ -239,7 +239,6 @@ def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
         ("--run nowhere", "must hold a plan.json"),
         ("--store there --shape 64 64 64", "--shape must come without --store"),
         ("--run there --spacing 1 1 5", "--spacing must come without --run"),
-        ("--run there --recipe demo", "--recipe must come without --run"),
         ("--shape 9 9 9 --spacing 1 1 101", "--spacing must be at most 100, got 101"),
         ("--shape 9 9 9 --spacing 1 0 1", "--spacing must be at least 0.01, got 0"),
     ],

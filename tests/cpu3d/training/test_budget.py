@@ -18,7 +18,6 @@ HALF = RunConfig(curriculum="half").with_coarse_share(12)
         (RunConfig(), 0, 7, 5, [1], 7),
         # Five sixths of all steps, rounded down, take 1 s, the others 10 s.
         (HALF, 0, 1, 29, [1, 10], 11),
-        (HALF, 0, 1, 28.9, [1, 10], 10),
         (HALF, 4, 1, 11, [1, 10], 6),
         (HALF, 4, 1, 0, [1, 10], 5),
         (HALF, 10, 1, 10, [10], 11),

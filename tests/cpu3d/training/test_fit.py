@@ -212,10 +212,14 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(
 def test_the_last_stop_of_several_that_workers_ask_for_counts(phantom_store, tmp_path, monkeypatch):
     fit = start(phantom_store, tmp_path)
     asked = np.array([0.0, 15.0, 2.0])
-    change_third_step(fit, monkeypatch, lambda made: dataclasses.replace(made, notes=asked))
+    dice = np.arange(6).reshape(2, 3)
+    change_third_step(
+        fit, monkeypatch, lambda made: dataclasses.replace(made, notes=asked, dice=dice)
+    )
     with pytest.raises(Interrupted, match="after step 3") as stopped:
         fit.run()
     assert stopped.value.exit_code == 143
+    assert [*steps_of(tmp_path)[2]["dice"].values()] == [1.5, 2.5, 3.5]
 
 
 @pytest.mark.parametrize("loss", [11.0, np.nan])
