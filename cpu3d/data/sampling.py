@@ -30,7 +30,7 @@ T = TypeVar("T")
 MASK = 2**64 - 1
 SAMPLINGS = ("random", "foreground")
 ATTEMPTS = 16  # most patches that are drawn for a position, if nothing in them is annotated
-WHOLE_EVERY = 10  # steps of which one is on whole volumes, the others on crops around the labels
+WHOLE_EVERY = 20  # steps of which one is on whole volumes, the others on crops around the labels
 LABEL_MARGIN = 4  # voxels that a crop has at least on each side of its labels
 # Keys of the random streams of an epoch's order, and of a patch: anywhere, and around a label.
 _ORDER = 0x6F72646572

@@ -471,8 +471,8 @@ def test_most_steps_are_on_crops_in_thick_slices(plan_with):
     forecast = plan.forecast
     (name, crop), *_ = forecast.by_case
     assert (name, crop.job.shape) == ("median crop", (64, 64, 14))
-    assert forecast.full_step_s * 10 == pytest.approx(crop.step_s * 9 + forecast.whole_step_s)
-    seen = 6 * (1 + (64 * 64) / (160 * 144) * 9) / 10  # in whole steps
+    assert forecast.full_step_s * 20 == pytest.approx(crop.step_s * 19 + forecast.whole_step_s)
+    seen = 6 * (1 + (64 * 64) / (160 * 144) * 19) / 20  # in whole steps
     assert plan.config.full_steps(6) == pytest.approx(seen)
     assert plan.steps_per_epoch == len(boxes.manifest.split["train"]) * round(6 / seen)
     of_whole = planned(158, 144, 14)
