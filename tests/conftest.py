@@ -54,10 +54,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time, so that a change is judged by what it changes; and no limit on an
-# example's time, which says how busy the machine is. `--hypothesis-profile search` looks for
-# others.
+# example's time, which says how busy the machine is.
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("steady")
 
 

@@ -115,6 +115,7 @@ def test_a_container_gets_what_its_cgroup_leaves(big, cgroup, files, quota, used
     assert (host.cpu_quota, host.usable_cores) == (quota, int(quota))
     assert (host.cgroup_used_bytes, host.cgroup_limit_bytes) == (used, limit)
     assert host.free_bytes == limit - used
+    assert dataclasses.replace(host, available_bytes=7).free_bytes == 7
 
 
 @pytest.mark.parametrize(("job_used", "left"), [(1, 4), (30, 2)])
