@@ -11,14 +11,12 @@ import math
 import operator
 from typing import Dict, Optional, Sequence, Tuple
 
-from cpu3d.data.augment import AUGMENTS
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.region import NO_GRID, Shape3
 from cpu3d.data.sampling import WHOLE_EVERY
 from cpu3d.data.store import Store, case_box, check_names
 from cpu3d.data.stores.store_decisions import (
-    augment_of_store,
     crop_share_of_store,
     curriculum_of_store,
     depth_of_store,
@@ -41,7 +39,7 @@ from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import AUTO, DEFAULT_RECIPE, USUAL_PATCH, Job, micro_of
+from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
 from models.config import UNetConfig
 from models.strides import (
     Strides,
@@ -78,11 +76,6 @@ def decide(
     if dtype == AUTO:
         dtype = host.best_dtype if card is None else best_dtype(card)
     depth, strides, reasons = _levels(settings, chosen, store)
-    augment = settings.augment
-    if "augment" not in chosen and chosen.get("recipe") in (None, DEFAULT_RECIPE):
-        name, why = augment_of_store(store, settings.fold)
-        augment = dataclasses.replace(AUGMENTS[name], flip=augment.flip)
-        reasons["augment"] = f"augment {name}: {why}"
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
@@ -95,7 +88,6 @@ def decide(
     settings = dataclasses.replace(
         settings,
         unet=unet,
-        augment=augment,
         channels=channels,
         regions=regions,
         device=device,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
-from cpu3d.data.augment import AUGMENTS, FEW_CASES, AugmentConfig
+from cpu3d.data.augment import AUGMENTS, AugmentConfig
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.region import EXTENTS, NO_GRID, round_up
 from cpu3d.errors import InputError
@@ -392,7 +392,7 @@ class Shorthand:
         None,
         "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
         "blur and low resolution too, as nnU-Net has them; cutmix: light, and boxes of other cases "
-        f"(default: cutmix below {FEW_CASES} training cases, else light; other recipes: light)",
+        f"(default: that of the recipe, cutmix of {DEFAULT_RECIPE}, light of others)",
         choices=tuple(AUGMENTS),
         group="augmentation",
     )

@@ -192,7 +192,7 @@ class Recipe:
     summary: str  # A line for the end of a help page
     # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
     job: Job
-    # of the trainer, by name; they change no memory
+    # of the trainer, by name
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -234,6 +234,7 @@ RECIPES: Dict[str, Recipe] = {
     "brats-regions": Recipe(
         "The three regions from all four modalities, whole brains; the default.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
+        {"augment": "cutmix"},
     ),
     # Assumed 5.8 GiB of the card: the two patches are computed one after the other. Its time is not
     # predicted. For context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100

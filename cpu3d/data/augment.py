@@ -95,10 +95,6 @@ AUGMENTS = {
 """--augment -> its strengths: flips, gain and offset alone, with nnU-Net's (Isensee et al. 2021)
 too, or with boxes of other cases."""
 
-FEW_CASES = 50
-"""Training cases below which runs are augmented by "cutmix" unless they are told how: 16 hearts of
-8 patients are learnt by heart with "light", 118 are not (records/log.md)."""
-
 
 @dataclass(frozen=True)
 class AugmentParams:

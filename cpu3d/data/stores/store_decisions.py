@@ -1,6 +1,6 @@
 """What was decided for a data set, each with its reason: how its channels are normalised, the size
 of its voxels, the boxes that volumes are cut to, the levels, strides and coarse steps of the
-default network, the augmentation, its regions.
+default network, its regions.
 
     console.print(decided_table(store))               # at the end of `prepare`, and in `store info`
     strides, why = strides_of_store(store, median_extent(store, "brain"), depth)
@@ -11,11 +11,9 @@ import math
 import statistics
 from typing import List, NamedTuple, Sequence, Tuple
 
-from cpu3d.data.augment import FEW_CASES
 from cpu3d.data.cases.kinds import FROM_SHARE
 from cpu3d.data.cases.resample import THICK_SLICES, in_mm, range_in_mm, target_spacing, thick_axis
 from cpu3d.data.datasets.layouts import regions_of
-from cpu3d.data.fold import parse_fold
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
@@ -70,7 +68,6 @@ def decisions_of(store: Store) -> List[DecidedRow]:
         DecidedRow("strides", strides_text(strides), why_strides),
         DecidedRow("grids", grids_text(grids), multiples),
         DecidedRow("half resolution", curriculum, why_halved),
-        DecidedRow("augmentation", *augment_of_store(store)),
         *_regions(manifest),
     ]
 
@@ -126,18 +123,6 @@ def crop_share_of_store(store: Store, extent: str, unet: UNetConfig) -> float:
         for sampling in (crops, volumes)
     ]
     return cropped / whole
-
-
-def augment_of_store(store: Store, fold: str = "") -> Tuple[str, str]:
-    """The name in AUGMENTS of the augmentation of a run that is not told how, and why: the same for
-    all folds of so many."""
-    manifest = store.manifest
-    cases = min(len(split["train"]) for split in manifest.folds or [manifest.split])
-    if fold and not manifest.folds:
-        _, folds = parse_fold(fold)
-        cases = len(_of_splits(manifest, *DECIDING)) * (folds - 1) // folds
-    why = f"{count(cases, 'case')} to train on; cutmix below {FEW_CASES}"
-    return "cutmix" if cases < FEW_CASES else "light", why
 
 
 def median_extent(store: Store, extent: str) -> Shape3:

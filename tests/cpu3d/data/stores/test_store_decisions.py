@@ -9,7 +9,6 @@ from cpu3d.data.region import whole
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.store_decisions import (
-    augment_of_store,
     decisions_of,
     depth_of_store,
     median_extent,
@@ -75,9 +74,7 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
 def test_regions_have_their_labels_and_the_ignored_one_is_named():
     labels = {0: "background", 1: "edema", 2: "core"}
     boxes = [(side, 40, 40) for side in (30, 40, 50, 60)]
-    folds = [{"train": "abc", "val": "d"}, {"train": "ab", "val": "cd"}]
-    store = in_boxes(*boxes, labels=labels, regions={"all": (1,)}, ignore=2, folds=folds)
-    assert augment_of_store(store)[1].startswith("2 cases")  # of the smallest fold
+    store = in_boxes(*boxes, labels=labels, regions={"all": (1,)}, ignore=2)
     made = decided(store)
     assert made["grids"] == "32 x 40 x 40 to 64 x 40 x 40, 56 x 40 x 40 in the median"
     assert (made["region all"], made["ignored label"]) == ("1 edema", "2 core")
