@@ -278,6 +278,14 @@ def test_without_native_operations_layers_are_counted(monkeypatch, tmp_path, cap
     assert any("native operations" in note for note in described["notes"])
 
 
+def test_an_interrupt_ends_with_130(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memory_estimator.planned_host.read_host", interrupt)
+    assert main(SMALL.split()) == 130
+
+
 # --- Processes ---
 
 COST = """

@@ -346,6 +346,28 @@ def test_the_pixels_under_the_crosshair_are_the_volumes_in_each_plane_and_modali
     assert size["width"] / size["height"] == pytest.approx(14 / (8 * 3), rel=0.05), "mm, not voxels"
 
 
+def test_a_click_puts_the_crosshair_there_in_all_planes_and_says_voxel_mm_and_label(page):
+    from selenium.webdriver import ActionChains
+
+    canvas = page.find("axial")
+    size = canvas.size
+    # In the box voxel (5, 6): 11 - 5 - 0.5 of 11 columns from the left, as R is there, and 14 - 6 -
+    # 0.5 of 14 rows.
+    right, down = (5.5 / 11 - 0.5) * size["width"], (7.5 / 14 - 0.5) * size["height"]
+    ActionChains(page.driver).move_to_element_with_offset(
+        canvas, round(right), round(down)
+    ).click().perform()
+    page.settle()
+    assert page.at() == (7, 9, 4)
+    facts = page.find("facts").text.replace("\n", " ")
+    for words in (
+        "voxel 6, 8, 4 mm R 34.0, A 52.0, S 7.0",
+        "truth enhancing tumour (WT, TC, ET)",
+        "prediction oedema (WT)",
+    ):
+        assert words in facts
+
+
 def test_overlays_and_regions_toggle_and_predictions_switch(page):
     for key, colour in (
         ("p", "#f0e442"),  # no prediction: the truth is filled, enhancing
