@@ -163,6 +163,7 @@ def test_the_python_variable_wins(ready):
     ready.python("mine", "3.10")
     assert "Python 3.10" in ready.run("setup", PYTHON=str(ready.bin / "mine"))[1]
     assert ready.run("setup", PYTHON="/nowhere/python")[0] == 1
+    assert (ready.root / ".venv/complete").is_file()
 
 
 @pytest.mark.parametrize(
