@@ -119,7 +119,7 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
 ):
     cases = phantom_store.cases("train")
     codes = (phantom_store.manifest.regions["ET"],)
-    options = {**how, "foreground": 1.0, "extent": extent, "seed": 4}
+    options = {**how, "foreground": 1.0, "extent": extent, "seed": 4, "shuffle": False}
     patches = PatchSampling(shape, codes=codes, **options)
     chosen = {"regions": ("ET",)}
     wide = volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False, **chosen)
