@@ -67,7 +67,6 @@ every level halves all axes, as no side is 8 or more
 grids: 4 x 4 x 2; of each case its content box, in multiples of 2
 half resolution: off; \
 X, Y and Z halved, as by the first level: 2 x 2 x 2 has fewer than 40^3 voxels
-augmentation: cutmix; 1 case to train on; cutmix below 50
 region WT: 1 edema, 2 non-enhancing tumor, 3 enhancing tumour; by the labels' names
 region TC: 2 non-enhancing tumor, 3 enhancing tumour; by the labels' names
 region ET: 3 enhancing tumour; by the labels' names"""
